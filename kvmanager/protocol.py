@@ -1,0 +1,391 @@
+"""Every message between frontends, the KV manager and runners: declared once, as frozen tagged Structs.
+
+Transport and framing
+    Clients (frontends, runners) hold a DEALER socket to the manager's ROUTER. A message is two frames:
+    `[session][body]`. `session` is an encoded `Session` (empty only for a Hello); the manager compares it as bytes,
+    so fencing costs one dictionary lookup. `body` is a MessagePack array whose first item is the type's name.
+    Runners push `TokenBatch` straight to the frontend's PULL socket in one frame: the manager is not on the token path.
+
+Sessions
+    A Hello is answered with `Welcome` (or `Refused`). Everything sent later carries that session; a stale one is
+    answered `Fenced`, and its sender starts over with a Hello. A client drops what arrives under another session.
+
+Blocks
+    A block is always named together with its generation (`BlockRef`), so that a late message cannot touch its next life.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+# Limits: what a single message may hold. The manager drops and counts what goes beyond them.
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_CHOICES = 128
+MAX_ID_CHARS = 128
+MAX_TEXT_CHARS = 4096
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all wire types: frozen, positional on the wire (compact, and quick to decode)."""
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+BlockRef = tuple[int, int]
+"""(block_id, generation)."""
+
+
+class Session(Message):
+    """One registration of one process with one start of the manager."""
+
+    boot_id: str
+    client_id: int
+    incarnation: int
+
+
+class Layout(Message):
+    """What a pool's bytes mean; two processes share a pool only if their layouts are equal in every field."""
+
+    model: str  # fingerprint: hex SHA-256 over the weights and the config
+    dtype: Literal["float32", "float16", "bfloat16"]
+    block_size: int  # tokens
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: all layers, K and V."""
+        width = 4 if self.dtype == "float32" else 2
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * width
+
+
+class SamplingParams(Message):
+    """How to choose tokens. The frontend validates and fills in everything; the manager reads only `max_tokens`."""
+
+    max_tokens: int  # output tokens per choice, at least 1
+    seed: int  # 0 .. 2**63-1; always set (drawn by the frontend if the user gave none), so that a resume is exact
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # number of alternatives beside the sampled token's own; None is off
+    prompt_logprobs: int | None = None
+
+
+class Choice(Message):
+    """One of a request's `n` token streams, with what it has produced so far (empty unless it is resumed)."""
+
+    index: int
+    output_token_ids: tuple[int, ...] = ()
+
+
+# --- hello ---------------------------------------------------------------------------------------------------------
+
+
+class FrontendHello(Message, tag=True):
+    """A frontend registers. `lock` names its file in the pool directory's `locks/`, held for the process's life."""
+
+    version: int
+    name: str
+    lock: str
+    token_endpoint: str  # where runners push TokenBatch
+
+
+class RunnerHello(Message, tag=True):
+    """A runner registers, before it maps the pool. The first one to do so gives a new pool its layout."""
+
+    version: int
+    name: str
+    lock: str
+    layout: Layout
+    max_num_seqs: int
+    max_model_len: int  # tokens
+
+
+class Welcome(Message, tag=True):
+    """The answer to a Hello. For runners the pool exists when this arrives."""
+
+    session: Session
+    pool_directory: str
+    num_blocks: int  # 0 for a frontend that comes before the first runner
+
+
+class Refused(Message, tag=True):
+    """A Hello that cannot be served (version, layout); the process should exit with this message."""
+
+    code: str
+    message: str
+
+
+class Fenced(Message, tag=True):
+    """The sender's session is not (or no longer) known: start over with a Hello."""
+
+    boot_id: str
+
+
+# --- frontend → manager --------------------------------------------------------------------------------------------
+
+
+class Submit(Message, tag=True):
+    """Run a request. Idempotent by (client, request_id, attempt); a higher attempt replaces a lower one."""
+
+    request_id: str
+    attempt: int
+    arrival: float  # seconds, CLOCK_MONOTONIC of the host; kept over resubmits, so that order is kept too
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    sampling: SamplingParams
+    priority: int = 0  # lower runs earlier
+    cache_salt: str = ""
+    read_cache: bool = True  # false: compute every token (prompt_logprobs need all logits)
+
+
+class Cancel(Message, tag=True):
+    """Drop a request, whatever its state (disconnect, stop string found). Unknown ones are ignored."""
+
+    request_id: str
+    attempt: int
+
+
+class StatsQuery(Message, tag=True):
+    query_id: int
+
+
+# --- manager → frontend --------------------------------------------------------------------------------------------
+
+
+class Accepted(Message, tag=True):
+    request_id: str
+    attempt: int
+
+
+class Rejected(Message, tag=True):
+    """The request will not run. `code` is a wire code of `kvmanager.errors`; the frontend turns it into HTTP."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+    retry_after: float = 0.0  # seconds; 0 when trying again cannot help
+
+
+class RunnerLost(Message, tag=True):
+    """The runner of these (request_id, attempt) died: submit again with what was already received."""
+
+    requests: tuple[tuple[str, int], ...]
+
+
+class PoolStats(Message):
+    """Blocks by state; they add up to `num_blocks`."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    free: int
+    reserved: int
+    sealed: int
+    cached: int
+    quarantined: int
+
+
+class RunnerStats(Message):
+    """One runner, as the manager sees it. Counters only rise within one incarnation."""
+
+    name: str
+    client_id: int
+    ready: bool
+    draining: bool
+    running: int  # sequences
+    credits: int  # blocks
+    last_report_age: float  # seconds
+
+
+class Stats(Message, tag=True):
+    """Answer to StatsQuery. Counters only rise within one boot."""
+
+    query_id: int
+    pool: PoolStats
+    runners: tuple[RunnerStats, ...]
+    waiting: int  # requests
+    running: int  # requests
+    prefix_cache_queries: int  # tokens looked up, once per admitted request
+    prefix_cache_hits: int  # tokens found
+    preemptions: int
+    evictions: int
+    rejected: int
+    dropped_messages: int
+
+
+# --- runner → manager ----------------------------------------------------------------------------------------------
+
+
+class Ready(Message, tag=True):
+    """The runner has mapped the pool and warmed up: starts may come."""
+
+
+class Draining(Message, tag=True):
+    """No new starts, please; the process is about to end."""
+
+
+class Progress(Message):
+    """A sequence's KV has passed at least one block boundary: seal its full blocks.
+
+    `new_token_ids` are the output tokens that the manager has not been told yet (it knows the prompt);
+    `num_computed_tokens` counts all tokens of the sequence whose KV is in its blocks.
+    """
+
+    start_id: int
+    choice: int
+    new_token_ids: tuple[int, ...]
+    num_computed_tokens: int
+
+
+class Forked(Message):
+    """`children` now share the whole block table of `choice`, and its tokens as far as it has been reported."""
+
+    start_id: int
+    choice: int
+    children: tuple[int, ...]
+
+
+class Ended(Message):
+    """A sequence no longer runs and no step in flight writes its blocks: they go back to the manager.
+
+    For "preempted", `new_token_ids` complete the manager's copy of the output, so that it can be resumed exactly.
+    """
+
+    start_id: int
+    choice: int
+    new_token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    reason: Literal["finished", "cancelled", "preempted"]
+
+
+class Copied(Message):
+    """Copy-on-write: in the table of (start_id, choice), entry `index` is now `block` (a credit), no longer shared."""
+
+    start_id: int
+    choice: int
+    index: int
+    block: BlockRef
+
+
+class Taken(Message):
+    """Credits that became the next entries of a sequence's block table, in order."""
+
+    start_id: int
+    choice: int
+    blocks: tuple[BlockRef, ...]
+
+
+class StepReport(Message, tag=True):
+    """What changed in one step; sent before the next step computes, and only if something changed.
+
+    Applied in the order of its fields. `credits_wanted` is how many credits the runner wants to hold in all.
+    """
+
+    progress: tuple[Progress, ...] = ()
+    forked: tuple[Forked, ...] = ()
+    ended: tuple[Ended, ...] = ()
+    copied: tuple[Copied, ...] = ()
+    taken: tuple[Taken, ...] = ()
+    returned: tuple[BlockRef, ...] = ()  # credits handed back unused
+    credits_wanted: int = 0
+
+
+# --- manager → runner ----------------------------------------------------------------------------------------------
+
+
+class SequenceStart(Message):
+    """One sequence to run: prompt + `output_token_ids` are its tokens, of which `num_cached_tokens` are in its blocks.
+
+    The table holds blocks for all tokens given; further ones come from credits. When the last given token has been
+    computed, the sequence forks into `forks` (choices with the same output so far, most often none).
+    """
+
+    choice: int
+    output_token_ids: tuple[int, ...]
+    block_table: tuple[BlockRef, ...]
+    num_cached_tokens: int
+    forks: tuple[int, ...] = ()
+
+
+class Start(Message):
+    """Run a request. `start_id` is new for every start, so that reports of an earlier one are known to be stale."""
+
+    start_id: int
+    request_id: str
+    attempt: int
+    token_endpoint: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sequences: tuple[SequenceStart, ...]
+
+
+class Directives(Message, tag=True):
+    """What the runner shall do at its next step. Cancels and preemptions are acknowledged by `Ended` per sequence."""
+
+    starts: tuple[Start, ...] = ()
+    cancels: tuple[int, ...] = ()  # start_ids
+    preempts: tuple[int, ...] = ()  # start_ids
+    credits: tuple[BlockRef, ...] = ()
+
+
+# --- runner → frontend ---------------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(Message):
+    """Log-probability of one token and of the likeliest alternatives, after penalties and temperature are left out."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...]
+
+
+class TokenEvent(Message):
+    """New tokens of one choice. `position` is the index of the first one in the choice's output."""
+
+    request_id: str
+    attempt: int
+    choice: int
+    position: int
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int  # of the prompt, at this start
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first token
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | None = None  # the stop token's id, where it was one of stop_token_ids
+
+
+class TokenBatch(Message, tag=True):
+    """All new tokens for one frontend from one step."""
+
+    events: tuple[TokenEvent, ...]
+
+
+# --- unions and codecs ---------------------------------------------------------------------------------------------
+
+Hello = FrontendHello | RunnerHello
+FrontendToManager = FrontendHello | Submit | Cancel | StatsQuery
+RunnerToManager = RunnerHello | Ready | Draining | StepReport
+ToManager = FrontendToManager | RunnerToManager
+ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | Stats
+ManagerToRunner = Welcome | Refused | Fenced | Directives
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_to_manager = msgspec.msgpack.Decoder(ToManager).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ManagerToFrontend).decode
+decode_to_runner = msgspec.msgpack.Decoder(ManagerToRunner).decode
+decode_token_batch = msgspec.msgpack.Decoder(TokenBatch).decode
+decode_session = msgspec.msgpack.Decoder(Session).decode
