@@ -1,0 +1,13 @@
+"""One served stack (float32, two runners, two frontends) shared by the end-to-end tests that do not break it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.server import Server
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Server]:
+    with Server(runners=2, frontends=2) as server:
+        yield server

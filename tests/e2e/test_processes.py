@@ -1,0 +1,78 @@
+"""Signals to real processes: a clean stop leaves nothing, a killed one costs its clients only time."""
+
+import os
+import signal
+import threading
+
+import httpx
+import psutil
+
+from tests.e2e.server import Server, wait_until
+
+PROMPT = "The history of the city begins"
+
+
+def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm(tmp_path: object) -> None:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pk-") as folder:
+        pool = Path(folder) / "pool"
+        with Server(pool) as server:
+            text = server.text(PROMPT * 8, max_tokens=8)
+            family = psutil.Process(server.process.pid).children(recursive=True)
+            assert len(family) >= 3
+            assert server.stop() == 0
+        assert [child for child in family if child.is_running()] == []
+        assert {path.name for path in pool.iterdir() if path.is_file()} == {"kv.bin", "blocks.meta", "layout.json"}
+        assert [path for folder in pool.iterdir() if folder.is_dir() for path in folder.iterdir()] == []
+        with Server(pool) as server:
+            answer = server.complete(PROMPT * 8, max_tokens=8)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+            assert answer["choices"][0]["text"] == text
+
+
+def kill_while_streaming(server: Server, kind: str, kills: int) -> None:
+    """Four streams; SIGKILL one process of `kind`; every stream equals the undisturbed text."""
+    asks = [{"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "seed": i, "temperature": 0.9} for i in range(4)]
+    undisturbed = [server.text(**ask) for ask in asks]
+    texts: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        chunks = server.stream(**asks[number])
+        texts[number] = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(kills):
+        wait_until(lambda: server.metrics().get("vllm:num_requests_running", 0) >= 1, "a running request")
+        os.kill(server.children(kind)[0], signal.SIGKILL)
+    for thread in threads:
+        thread.join(120)
+    assert [texts.get(number) for number in range(4)] == undisturbed
+
+
+def test_a_killed_runner_costs_only_time() -> None:
+    with Server(runners=2) as server:
+        kill_while_streaming(server, "gpu_runner", 1)
+        wait_until(server.ready, "ready again", 60)
+        wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
+
+
+def test_a_killed_manager_costs_only_time() -> None:
+    with Server() as server:
+        kill_while_streaming(server, "kvmanager", 1)
+        wait_until(server.ready, "ready again", 60)
+        wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
+
+
+def test_a_killed_frontend_releases_its_requests() -> None:
+    with Server(frontends=1) as server:
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            os.kill(server.children("services")[0], signal.SIGKILL)
+        wait_until(server.ready, "a new frontend", 60)
+        wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "the dead frontend's blocks back")
+        assert server.text(PROMPT, max_tokens=4)
