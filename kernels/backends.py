@@ -1,0 +1,72 @@
+"""The backend table: a name → ops of one signature (`reference` says what each means)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal, Protocol, get_args
+
+from torch import Tensor
+
+BackendName = Literal["reference", "cpu", "triton"]
+
+
+class PagedAttention(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        *,
+        scale: float,
+        sliding_window: int = 0,
+        soft_cap: float = 0.0,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The ops of one backend."""
+
+    name: BackendName
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: PagedAttention
+    copy_blocks: Callable[[Tensor, Tensor], None]
+    swap_blocks: Callable[[Tensor, Tensor, Tensor], None]
+    rms_norm: RmsNorm
+    silu_mul: Callable[[Tensor], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    rotary_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+OP_FILES = {
+    "store_kv": "store_kv",
+    "paged_attention": "paged_attention",
+    "copy_blocks": "copy_blocks",
+    "swap_blocks": "swap_blocks",
+    "rms_norm": "rms_norm",
+    "silu_mul": "silu_mul",
+    "rotary": "rotary",
+    "rotary_store_kv": "rotary",
+}
+
+
+def load(name: BackendName) -> Ops:
+    """Import one backend and return its ops.
+
+    Raises ValueError for an unknown name, ImportError where the backend's compiler (numba, triton) is missing.
+    """
+    if name not in get_args(BackendName):
+        raise ValueError(
+            f"kernel backend {name!r} is unknown; choose one of {', '.join(get_args(BackendName))}"
+        )
+    return Ops(
+        name, **{op: getattr(import_module(f"kernels.{name}.{file}"), op) for op, file in OP_FILES.items()}
+    )
