@@ -1,0 +1,22 @@
+"""Settings of the KV manager's process."""
+
+from dataclasses import dataclass
+
+from kvmanager.paths import default_pool_directory
+from kvmanager.settings import parse_bytes, setting
+
+
+@dataclass(frozen=True)
+class ManagerConfig:
+    """The KV manager: owns the block pool, the reference counts and the prefix index."""
+
+    pool_directory: str = setting(default_pool_directory(), "where the pool, its locks and its sockets lie")
+    manager: str = setting("", "ZeroMQ endpoint of the manager; none: a socket in the pool directory")
+    pool_bytes: int = setting(
+        1 << 30, "size of a new pool's block data", unit="bytes", parse=parse_bytes, minimum=1
+    )
+    reset_pool: bool = setting(False, "start with an empty pool, whatever the directory holds")
+    max_waiting: int = setting(1024, "requests that may wait; more are refused", unit="requests", minimum=1)
+    watermark: float = setting(
+        0.01, "share of the pool left free when a request starts while others run", minimum=0.0, maximum=0.5
+    )

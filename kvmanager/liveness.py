@@ -1,0 +1,83 @@
+"""Proof of life by the kernel: a process holds a lock on its file in `locks/` for as long as it lives.
+
+`fcntl.lockf` locks belong to a process (no forked child keeps them) and end with it, in any container of the host.
+A lock is only ever *asked* about (F_GETLK), never tried, so that looking cannot get in the way of a process that
+takes its own. A process must not open its own lock file a second time: closing it would drop the lock.
+"""
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+from kvmanager.errors import PagekeeperError
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
+_ATTEMPTS = 16
+
+
+class HeldLock:
+    """A lock file held by this process. Raises PagekeeperError ("internal") if another process holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = _acquire(path)
+
+    def release(self) -> None:
+        """Remove the file and drop the lock. Safe to call twice."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _acquire(path: Path) -> int:
+    """Open, lock, and check that the path still names what was locked (its last owner may have removed it)."""
+    for _ in range(_ATTEMPTS):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:
+            os.close(fd)
+            continue
+        except OSError as error:
+            os.close(fd)
+            raise PagekeeperError(
+                "internal", f"{path} is locked by another process; stop it or use another name"
+            ) from error
+        os.close(fd)
+    raise PagekeeperError("internal", f"{path} was removed {_ATTEMPTS} times while it was being locked")
+
+
+class WatchedLock:
+    """Another process's lock file, opened once. Raises FileNotFoundError if there is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def held(self) -> bool:
+        """Whether some other process holds the lock now."""
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, question))[0]
+        return kind != fcntl.F_UNLCK
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def held_locks(locks: Path, *, but: str) -> tuple[str, ...]:
+    """Names of the files in `locks` that another process holds; `but` (our own) is not opened."""
+    names = []
+    for path in sorted(locks.iterdir()):
+        if path.name == but:
+            continue
+        try:
+            lock = WatchedLock(path)
+        except FileNotFoundError:
+            continue
+        if lock.held():
+            names.append(path.name)
+        lock.close()
+    return tuple(names)

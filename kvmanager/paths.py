@@ -1,0 +1,69 @@
+"""Where things lie in a pool directory, and how it is made: private to its owner, created by whoever comes first."""
+
+import os
+from pathlib import Path
+
+from kvmanager.errors import PagekeeperError
+
+MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for the path of a UNIX socket
+
+
+def default_pool_directory() -> str:
+    """`/dev/shm/pagekeeper-<uid>/default`."""
+    return f"/dev/shm/pagekeeper-{os.getuid()}/default"
+
+
+def prepare(pool_directory: str) -> Path:
+    """Make the directory and its `locks/` and `sockets/` (mode 0700) where absent, and check that it is ours alone.
+
+    Raises PagekeeperError ("internal") that names the directory and what to do.
+    """
+    root = Path(pool_directory)
+    for directory in (root.parent, root, root / "locks", root / "sockets"):
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise PagekeeperError(
+                "internal", f"cannot create the pool directory {directory}: {error}"
+            ) from error
+    for directory in (root, root / "locks", root / "sockets"):
+        status = directory.stat()
+        if status.st_uid != os.geteuid():
+            raise PagekeeperError(
+                "internal",
+                f"pool directory {directory} belongs to user {status.st_uid}, not to {os.geteuid()}; "
+                "run as its owner, or choose another with pool_directory",
+            )
+        if status.st_mode & 0o077:
+            raise PagekeeperError(
+                "internal",
+                f"pool directory {directory} is open to other users (mode {status.st_mode & 0o777:o}); "
+                f"run: chmod 700 {directory}",
+            )
+    return root
+
+
+def lock_path(pool_directory: str, name: str) -> Path:
+    """The lock file of the process `name`. Raises PagekeeperError ("invalid_request") for a name that is a path."""
+    if not name or "/" in name or name.startswith(".") or len(name) > 128:
+        raise PagekeeperError(
+            "invalid_request", f"lock name {name!r} is not a plain file name of at most 128 characters"
+        )
+    return Path(pool_directory) / "locks" / name
+
+
+def socket_endpoint(pool_directory: str, name: str) -> str:
+    """The ZeroMQ endpoint of the socket file `sockets/<name>.sock`. Raises PagekeeperError if the path is too long."""
+    path = os.path.join(pool_directory, "sockets", f"{name}.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise PagekeeperError(
+            "internal",
+            f"the socket path {path} has {len(os.fsencode(path))} bytes and the kernel allows {MAX_SOCKET_PATH}; "
+            "choose a shorter pool_directory",
+        )
+    return f"ipc://{path}"
+
+
+def manager_endpoint(pool_directory: str) -> str:
+    """The manager's own endpoint where the setting `manager` does not name another one."""
+    return socket_endpoint(pool_directory, "manager")
