@@ -1,8 +1,9 @@
 """How a frontend (asyncio) or a runner (plain loop) talks with the KV manager.
 
-The rules of a session (frames, fencing, probes) are in `ClientSession`, which has no sockets; the two clients are
-thin shells around it. A probe is a message with an empty body, sent when nothing else was for `PROBE_INTERVAL`: it
-shows that this process makes progress, and a manager that has restarted answers it with `Fenced`.
+The rules of a session (frames, fencing, probes) are in `ClientSession`, which has no sockets; the two
+clients are thin shells around it. A probe is a message with an empty body, sent when nothing else was for
+`PROBE_INTERVAL`: it shows that this process makes progress, and a manager that has restarted answers it with
+`Fenced`.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ Received = ManagerToFrontend | ManagerToRunner
 
 
 class ClientSession:
-    """The rules of one client's sessions, without I/O: which frames to send, and what frames that came mean."""
+    """The rules of one client's sessions, without I/O: which frames to send, what those that came mean."""
 
     def __init__(self, hello: Hello) -> None:
         self.hello = hello
@@ -164,8 +165,8 @@ class _Client:
 class ManagerClient(_Client):
     """A runner's connection to the manager (blocking only in `connect`). Use from one thread.
 
-    `endpoint` may be empty for the pool directory's own. The lock file `locks/<hello.lock>` is held from here to
-    `close`. Raises PagekeeperError if it cannot be.
+    `endpoint` may be empty for the pool directory's own. The lock file `locks/<hello.lock>` is held from
+    here to `close`. Raises PagekeeperError if it cannot be.
     """
 
     def __init__(self, endpoint: str, hello: Hello, pool_directory: str) -> None:
@@ -177,7 +178,7 @@ class ManagerClient(_Client):
         self.socket.connect(self._endpoint)
 
     def connect(self, timeout_s: float) -> Welcome:
-        """Say Hello and wait for the Welcome. Raises PagekeeperError: the refusal's code, or "manager_absent"."""
+        """Say Hello, wait for the Welcome. Raises PagekeeperError (a refusal's code, or "manager_absent")."""
         deadline = time.monotonic() + timeout_s
         while (now := time.monotonic()) < deadline:
             self._send(self._session.hello_frames(now))
@@ -195,13 +196,14 @@ class ManagerClient(_Client):
         return None
 
     def send(self, message: Any) -> None:
-        """Queue `message`; never blocks. Raises PagekeeperError ("manager_absent") if there is no session or no room."""
+        """Queue `message`, never wait. Raises PagekeeperError ("manager_absent") without session or room."""
         self._send(self._session.frames(time.monotonic(), message))
 
     def receive(self) -> list[Directives | Fenced]:
         """What has come, without waiting. After a `Fenced` nothing comes until `connect` is called again.
 
-        Call it at least every few tenths of a second: it also sends the probe that shows that this process lives.
+        Call it at least every few tenths of a second: it also sends the probe that shows that this process
+        lives.
         """
         messages: list[Any] = []
         while len(messages) < MAX_BATCH:
@@ -248,7 +250,7 @@ class AsyncManagerClient(_Client):
         self.socket.connect(self._endpoint)
 
     async def connect(self, timeout_s: float) -> Welcome:
-        """Say Hello and wait for the Welcome. Raises PagekeeperError: the refusal's code, or "manager_absent"."""
+        """Say Hello, wait for the Welcome. Raises PagekeeperError (a refusal's code, or "manager_absent")."""
         deadline = time.monotonic() + timeout_s
         while (now := time.monotonic()) < deadline:
             await self._send(self._session.hello_frames(now))
@@ -266,11 +268,11 @@ class AsyncManagerClient(_Client):
         return None
 
     async def send(self, message: Any) -> None:
-        """Queue `message`; never waits. Raises PagekeeperError ("manager_absent") if there is no session or no room."""
+        """Queue `message`, never wait. Raises PagekeeperError ("manager_absent") without session or room."""
         await self._send(self._session.frames(time.monotonic(), message))
 
     async def receive(self) -> list[ManagerToFrontend]:
-        """What has come; waits for it at most `PROBE_INTERVAL`, so call it in a loop: it also sends the probes.
+        """What has come; waits at most `PROBE_INTERVAL`, so call it in a loop: it also sends the probes.
 
         After a `Fenced` nothing comes until `connect` is called again.
         """

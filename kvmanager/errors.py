@@ -14,7 +14,9 @@ HTTP_STATUS: Final[dict[str, int]] = {
 
 
 class PagekeeperError(Exception):
-    """An operating error: `code` is a key of HTTP_STATUS; `retry_after` is in seconds (0: trying again cannot help)."""
+    """An operating error: `code` is a key of HTTP_STATUS; `retry_after` is in seconds (0: trying again
+    cannot help).
+    """
 
     def __init__(self, code: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)

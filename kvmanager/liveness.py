@@ -1,8 +1,9 @@
 """Proof of life by the kernel: a process holds a lock on its file in `locks/` for as long as it lives.
 
-`fcntl.lockf` locks belong to a process (no forked child keeps them) and end with it, in any container of the host.
-A lock is only ever *asked* about (F_GETLK), never tried, so that looking cannot get in the way of a process that
-takes its own. A process must not open its own lock file a second time: closing it would drop the lock.
+`fcntl.lockf` locks belong to a process (no forked child keeps them) and end with it, in any container of the
+host. A lock is only ever *asked* about (F_GETLK), never tried, so that looking cannot get in the way of a
+process that takes its own. A process must not open its own lock file a second time: closing it would drop
+the lock.
 """
 
 import fcntl
@@ -32,7 +33,7 @@ class HeldLock:
 
 
 def _acquire(path: Path) -> int:
-    """Open, lock, and check that the path still names what was locked (its last owner may have removed it)."""
+    """Open, lock, and check that the path still names what was locked (its owner may have removed it)."""
     for _ in range(_ATTEMPTS):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Where things lie in a pool directory, and how it is made: private to its owner, created by whoever comes first."""
+"""Where things lie in a pool directory, and how it is made: private to its owner, by whoever comes first."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ def default_pool_directory() -> str:
 
 
 def prepare(pool_directory: str) -> Path:
-    """Make the directory and its `locks/` and `sockets/` (mode 0700) where absent, and check that it is ours alone.
+    """Make the directory, its `locks/` and `sockets/` (mode 0700) where absent; check that they are ours.
 
     Raises PagekeeperError ("internal") that names the directory and what to do.
     """
@@ -44,7 +44,7 @@ def prepare(pool_directory: str) -> Path:
 
 
 def lock_path(pool_directory: str, name: str) -> Path:
-    """The lock file of the process `name`. Raises PagekeeperError ("invalid_request") for a name that is a path."""
+    """The lock file of process `name`. Raises PagekeeperError ("invalid_request") if that is a path."""
     if not name or "/" in name or name.startswith(".") or len(name) > 128:
         raise PagekeeperError(
             "invalid_request", f"lock name {name!r} is not a plain file name of at most 128 characters"
@@ -53,12 +53,12 @@ def lock_path(pool_directory: str, name: str) -> Path:
 
 
 def socket_endpoint(pool_directory: str, name: str) -> str:
-    """The ZeroMQ endpoint of the socket file `sockets/<name>.sock`. Raises PagekeeperError if the path is too long."""
+    """ZeroMQ's name of the socket file `sockets/<name>.sock`. Raises PagekeeperError if it is too long."""
     path = os.path.join(pool_directory, "sockets", f"{name}.sock")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise PagekeeperError(
             "internal",
-            f"the socket path {path} has {len(os.fsencode(path))} bytes and the kernel allows {MAX_SOCKET_PATH}; "
+            f"the socket path {path} has {len(os.fsencode(path))} bytes of {MAX_SOCKET_PATH}; "
             "choose a shorter pool_directory",
         )
     return f"ipc://{path}"

@@ -2,16 +2,19 @@
 
 Transport and framing
     Clients (frontends, runners) hold a DEALER socket to the manager's ROUTER. A message is two frames:
-    `[session][body]`. `session` is an encoded `Session` (empty only for a Hello); the manager compares it as bytes,
-    so fencing costs one dictionary lookup. `body` is a MessagePack array whose first item is the type's name.
-    Runners push `TokenBatch` straight to the frontend's PULL socket in one frame: the manager is not on the token path.
+    `[session][body]`. `session` is an encoded `Session` (empty only for a Hello); the manager compares it as
+    bytes, so fencing costs one dictionary lookup. `body` is a MessagePack array whose first item is the
+    type's name. Runners push `TokenBatch` straight to the frontend's PULL socket in one frame: the manager
+    is not on the token path.
 
 Sessions
-    A Hello is answered with `Welcome` (or `Refused`). Everything sent later carries that session; a stale one is
-    answered `Fenced`, and its sender starts over with a Hello. A client drops what arrives under another session.
+    A Hello is answered with `Welcome` (or `Refused`). Everything sent later carries that session; a stale
+    one is answered `Fenced`, and its sender starts over with a Hello. A client drops what arrives under
+    another session.
 
 Blocks
-    A block is always named together with its generation (`BlockRef`), so that a late message cannot touch its next life.
+    A block is always named together with its generation (`BlockRef`), so that a late message cannot touch
+    its next life.
 """
 
 from typing import Literal
@@ -32,13 +35,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Base of all wire types: frozen, positional on the wire (compact, and quick to decode)."""
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------
+# --- parts --------------------------------------------------------------------------------------------------
 
 BlockRef = tuple[int, int]
 """(block_id, generation)."""
 
 
-class Session(Message):
+class Session(Message, frozen=True):
     """One registration of one process with one start of the manager."""
 
     boot_id: str
@@ -46,7 +49,7 @@ class Session(Message):
     incarnation: int
 
 
-class Layout(Message):
+class Layout(Message, frozen=True):
     """What a pool's bytes mean; two processes share a pool only if their layouts are equal in every field."""
 
     model: str  # fingerprint: hex SHA-256 over the weights and the config
@@ -63,11 +66,13 @@ class Layout(Message):
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * width
 
 
-class SamplingParams(Message):
-    """How to choose tokens. The frontend validates and fills in everything; the manager reads only `max_tokens`."""
+class SamplingParams(Message, frozen=True):
+    """How to choose tokens. The frontend validates and fills in everything; the manager reads only
+    `max_tokens`.
+    """
 
     max_tokens: int  # output tokens per choice, at least 1
-    seed: int  # 0 .. 2**63-1; always set (drawn by the frontend if the user gave none), so that a resume is exact
+    seed: int  # 0 .. 2**63-1; always set (drawn by the frontend if the user gave none): a resume is exact
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 is all
     top_p: float = 1.0
@@ -83,18 +88,20 @@ class SamplingParams(Message):
     prompt_logprobs: int | None = None
 
 
-class Choice(Message):
+class Choice(Message, frozen=True):
     """One of a request's `n` token streams, with what it has produced so far (empty unless it is resumed)."""
 
     index: int
     output_token_ids: tuple[int, ...] = ()
 
 
-# --- hello ---------------------------------------------------------------------------------------------------------
+# --- hello --------------------------------------------------------------------------------------------------
 
 
-class FrontendHello(Message, tag=True):
-    """A frontend registers. `lock` names its file in the pool directory's `locks/`, held for the process's life."""
+class FrontendHello(Message, frozen=True, tag=True):
+    """A frontend registers. `lock` names its file in the pool directory's `locks/`, held for the process's
+    life.
+    """
 
     version: int
     name: str
@@ -102,7 +109,7 @@ class FrontendHello(Message, tag=True):
     token_endpoint: str  # where runners push TokenBatch
 
 
-class RunnerHello(Message, tag=True):
+class RunnerHello(Message, frozen=True, tag=True):
     """A runner registers, before it maps the pool. The first one to do so gives a new pool its layout."""
 
     version: int
@@ -113,7 +120,7 @@ class RunnerHello(Message, tag=True):
     max_model_len: int  # tokens
 
 
-class Welcome(Message, tag=True):
+class Welcome(Message, frozen=True, tag=True):
     """The answer to a Hello. For runners the pool exists when this arrives."""
 
     session: Session
@@ -121,23 +128,23 @@ class Welcome(Message, tag=True):
     num_blocks: int  # 0 for a frontend that comes before the first runner
 
 
-class Refused(Message, tag=True):
+class Refused(Message, frozen=True, tag=True):
     """A Hello that cannot be served (version, layout); the process should exit with this message."""
 
     code: str
     message: str
 
 
-class Fenced(Message, tag=True):
+class Fenced(Message, frozen=True, tag=True):
     """The sender's session is not (or no longer) known: start over with a Hello."""
 
     boot_id: str
 
 
-# --- frontend → manager --------------------------------------------------------------------------------------------
+# --- frontend → manager -------------------------------------------------------------------------------------
 
 
-class Submit(Message, tag=True):
+class Submit(Message, frozen=True, tag=True):
     """Run a request. Idempotent by (client, request_id, attempt); a higher attempt replaces a lower one."""
 
     request_id: str
@@ -151,27 +158,27 @@ class Submit(Message, tag=True):
     read_cache: bool = True  # false: compute every token (prompt_logprobs need all logits)
 
 
-class Cancel(Message, tag=True):
+class Cancel(Message, frozen=True, tag=True):
     """Drop a request, whatever its state (disconnect, stop string found). Unknown ones are ignored."""
 
     request_id: str
     attempt: int
 
 
-class StatsQuery(Message, tag=True):
+class StatsQuery(Message, frozen=True, tag=True):
     query_id: int
 
 
-# --- manager → frontend --------------------------------------------------------------------------------------------
+# --- manager → frontend -------------------------------------------------------------------------------------
 
 
-class Accepted(Message, tag=True):
+class Accepted(Message, frozen=True, tag=True):
     request_id: str
     attempt: int
 
 
-class Rejected(Message, tag=True):
-    """The request will not run. `code` is a wire code of `kvmanager.errors`; the frontend turns it into HTTP."""
+class Rejected(Message, frozen=True, tag=True):
+    """The request will not run. `code` is a wire code of `kvmanager.errors`; frontends make it HTTP."""
 
     request_id: str
     attempt: int
@@ -180,13 +187,13 @@ class Rejected(Message, tag=True):
     retry_after: float = 0.0  # seconds; 0 when trying again cannot help
 
 
-class RunnerLost(Message, tag=True):
+class RunnerLost(Message, frozen=True, tag=True):
     """The runner of these (request_id, attempt) died: submit again with what was already received."""
 
     requests: tuple[tuple[str, int], ...]
 
 
-class PoolStats(Message):
+class PoolStats(Message, frozen=True):
     """Blocks by state; they add up to `num_blocks`."""
 
     num_blocks: int
@@ -198,7 +205,7 @@ class PoolStats(Message):
     quarantined: int
 
 
-class RunnerStats(Message):
+class RunnerStats(Message, frozen=True):
     """One runner, as the manager sees it. Counters only rise within one incarnation."""
 
     name: str
@@ -210,7 +217,7 @@ class RunnerStats(Message):
     last_report_age: float  # seconds
 
 
-class Stats(Message, tag=True):
+class Stats(Message, frozen=True, tag=True):
     """Answer to StatsQuery. Counters only rise within one boot."""
 
     query_id: int
@@ -226,18 +233,18 @@ class Stats(Message, tag=True):
     dropped_messages: int
 
 
-# --- runner → manager ----------------------------------------------------------------------------------------------
+# --- runner → manager ---------------------------------------------------------------------------------------
 
 
-class Ready(Message, tag=True):
+class Ready(Message, frozen=True, tag=True):
     """The runner has mapped the pool and warmed up: starts may come."""
 
 
-class Draining(Message, tag=True):
+class Draining(Message, frozen=True, tag=True):
     """No new starts, please; the process is about to end."""
 
 
-class Progress(Message):
+class Progress(Message, frozen=True):
     """A sequence's KV has passed at least one block boundary: seal its full blocks.
 
     `new_token_ids` are the output tokens that the manager has not been told yet (it knows the prompt);
@@ -250,18 +257,19 @@ class Progress(Message):
     num_computed_tokens: int
 
 
-class Forked(Message):
-    """`children` now share the whole block table of `choice`, and its tokens as far as it has been reported."""
+class Forked(Message, frozen=True):
+    """`children` now share the whole block table of `choice`, and its tokens as far as they were reported."""
 
     start_id: int
     choice: int
     children: tuple[int, ...]
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """A sequence no longer runs and no step in flight writes its blocks: they go back to the manager.
 
-    For "preempted", `new_token_ids` complete the manager's copy of the output, so that it can be resumed exactly.
+    For "preempted", `new_token_ids` complete the manager's copy of the output, so that it can be resumed
+    exactly.
     """
 
     start_id: int
@@ -271,8 +279,10 @@ class Ended(Message):
     reason: Literal["finished", "cancelled", "preempted"]
 
 
-class Copied(Message):
-    """Copy-on-write: in the table of (start_id, choice), entry `index` is now `block` (a credit), no longer shared."""
+class Copied(Message, frozen=True):
+    """Copy-on-write: in the table of (start_id, choice), entry `index` is now `block` (a credit), no longer
+    shared.
+    """
 
     start_id: int
     choice: int
@@ -280,7 +290,7 @@ class Copied(Message):
     block: BlockRef
 
 
-class Taken(Message):
+class Taken(Message, frozen=True):
     """Credits that became the next entries of a sequence's block table, in order."""
 
     start_id: int
@@ -288,7 +298,7 @@ class Taken(Message):
     blocks: tuple[BlockRef, ...]
 
 
-class StepReport(Message, tag=True):
+class StepReport(Message, frozen=True, tag=True):
     """What changed in one step; sent before the next step computes, and only if something changed.
 
     Applied in the order of its fields. `credits_wanted` is how many credits the runner wants to hold in all.
@@ -303,14 +313,15 @@ class StepReport(Message, tag=True):
     credits_wanted: int = 0
 
 
-# --- manager → runner ----------------------------------------------------------------------------------------------
+# --- manager → runner ---------------------------------------------------------------------------------------
 
 
-class SequenceStart(Message):
-    """One sequence to run: prompt + `output_token_ids` are its tokens, of which `num_cached_tokens` are in its blocks.
+class SequenceStart(Message, frozen=True):
+    """One sequence to run: prompt + `output_token_ids` are its tokens, of which `num_cached_tokens` are in
+    its blocks.
 
-    The table holds blocks for all tokens given; further ones come from credits. When the last given token has been
-    computed, the sequence forks into `forks` (choices with the same output so far, most often none).
+    The table holds blocks for all tokens given; further ones come from credits. When the last given token
+    has been computed, the sequence forks into `forks` (choices with the same output so far, most often none).
     """
 
     choice: int
@@ -320,8 +331,10 @@ class SequenceStart(Message):
     forks: tuple[int, ...] = ()
 
 
-class Start(Message):
-    """Run a request. `start_id` is new for every start, so that reports of an earlier one are known to be stale."""
+class Start(Message, frozen=True):
+    """Run a request. `start_id` is new for every start, so that reports of an earlier one are known to be
+    stale.
+    """
 
     start_id: int
     request_id: str
@@ -332,8 +345,10 @@ class Start(Message):
     sequences: tuple[SequenceStart, ...]
 
 
-class Directives(Message, tag=True):
-    """What the runner shall do at its next step. Cancels and preemptions are acknowledged by `Ended` per sequence."""
+class Directives(Message, frozen=True, tag=True):
+    """What the runner shall do at its next step. Cancels and preemptions are acknowledged by `Ended` per
+    sequence.
+    """
 
     starts: tuple[Start, ...] = ()
     cancels: tuple[int, ...] = ()  # start_ids
@@ -341,18 +356,20 @@ class Directives(Message, tag=True):
     credits: tuple[BlockRef, ...] = ()
 
 
-# --- runner → frontend ---------------------------------------------------------------------------------------------
+# --- runner → frontend --------------------------------------------------------------------------------------
 
 
-class TokenLogprobs(Message):
-    """Log-probability of one token and of the likeliest alternatives, after penalties and temperature are left out."""
+class TokenLogprobs(Message, frozen=True):
+    """Log-probability of one token and of the likeliest alternatives, after penalties and temperature are
+    left out.
+    """
 
     logprob: float
     rank: int  # 1 is the likeliest
     top: tuple[tuple[int, float], ...]
 
 
-class TokenEvent(Message):
+class TokenEvent(Message, frozen=True):
     """New tokens of one choice. `position` is the index of the first one in the choice's output."""
 
     request_id: str
@@ -367,13 +384,13 @@ class TokenEvent(Message):
     stop_reason: int | None = None  # the stop token's id, where it was one of stop_token_ids
 
 
-class TokenBatch(Message, tag=True):
+class TokenBatch(Message, frozen=True, tag=True):
     """All new tokens for one frontend from one step."""
 
     events: tuple[TokenEvent, ...]
 
 
-# --- unions and codecs ---------------------------------------------------------------------------------------------
+# --- unions and codecs --------------------------------------------------------------------------------------
 
 Hello = FrontendHello | RunnerHello
 FrontendToManager = FrontendHello | Submit | Cancel | StatsQuery

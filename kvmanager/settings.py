@@ -1,7 +1,8 @@
-"""Settings: a dataclass per process, each field from a flag, else `PAGEKEEPER_…` in the environment, else its default.
+"""Settings: a dataclass per process, each field from a flag, else `PAGEKEEPER_…` in the environment, else
+its default.
 
-A field is declared with `setting(...)`; `load(...)` reads it. A value that is not allowed is refused with its name,
-the value and what is allowed. `docs/settings.md` lists every field (a test compares the two).
+A field is declared with `setting(...)`; `load(...)` reads it. A value that is not allowed is refused with
+its name, the value and what is allowed. `docs/settings.md` lists every field (a test compares the two).
 """
 
 import argparse
@@ -28,9 +29,12 @@ def setting(
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """Declare a field. `parse` defaults to the type of `default`; `choices`, `minimum` and `maximum` bound its values."""
+    """Declare a field. `parse` defaults to the type of `default`; `choices`, `minimum` and `maximum` bound
+    its values.
+    """
     parse = parse or (parse_bool if isinstance(default, bool) else type(default))
-    metadata = dict(help=help, unit=unit, parse=parse, choices=tuple(choices), minimum=minimum, maximum=maximum)
+    metadata: dict[str, Any] = {"help": help, "unit": unit, "parse": parse, "choices": tuple(choices)}
+    metadata |= {"minimum": minimum, "maximum": maximum}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -80,7 +84,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
         unit = f" ({meta['unit']})" if meta["unit"] else ""
         default = field.default if field.default not in ("", None) else "none"
         text = f"{meta['help']}{unit}; {allowed(field)} [default: {default}; env: {env_name(field)}]"
-        flag_options: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
+        switch = isinstance(field.default, bool)
+        flag_options: dict[str, Any] = {"nargs": "?", "const": "true"} if switch else {}
         parser.add_argument(
             flag_name(field), dest=field.name, metavar="VALUE", help=text.replace("%", "%%"), **flag_options
         )
