@@ -1,0 +1,98 @@
+"""What the scheduler knows of a running request beyond what the executor sees of its sequences."""
+
+from dataclasses import dataclass, field
+
+from gpu_runner.step import Sequence
+from kvmanager.protocol import SequenceStart, Start, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class RunningSequence:
+    """A sequence and what the manager and the frontend know of it. Counts are in tokens or blocks."""
+
+    start: Start
+    sequence: Sequence
+    num_cached_tokens: int  # of the prompt, at this start
+    num_final_tokens: int  # tokens whose KV is ever computed: the last one sampled never is
+    num_told_tokens: int  # tokens that the manager knows
+    num_told_blocks: int  # full blocks that the manager was told of
+    prompt_logprobs: list[TokenLogprobs] | None  # collected so far; None when not wanted or already sent
+    planned: int = 0  # tokens that the step in flight computes
+    last_step: int = 0  # number of the last step that computed some
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.start.start_id, self.sequence.choice
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.sequence.token_ids) - self.sequence.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
+
+    def untold_tokens(self, end: int) -> tuple[int, ...]:
+        """Output tokens before position `end` that the manager does not know; from now on it does."""
+        untold = tuple(self.sequence.token_ids[self.num_told_tokens : end])
+        self.num_told_tokens = max(self.num_told_tokens, end)
+        return untold
+
+    def fork(self, choice: int) -> "RunningSequence":
+        """A second owner of the same tokens and blocks, which the manager knows as far as it knows these."""
+        parent = self.sequence
+        child = Sequence(
+            parent.start_id,
+            choice,
+            parent.sampling,
+            parent.num_prompt_tokens,
+            list(parent.token_ids),
+            list(parent.block_table),
+            parent.num_computed_tokens,
+        )
+        return RunningSequence(
+            self.start,
+            child,
+            self.num_cached_tokens,
+            self.num_final_tokens,
+            self.num_told_tokens,
+            self.num_told_blocks,
+            self.prompt_logprobs,
+            last_step=self.last_step,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RunningRequest:
+    """One start: its sequences that have not ended, by choice."""
+
+    start: Start
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)
+
+
+def begin(start: Start, given: SequenceStart, block_size: int, max_model_len: int) -> RunningSequence:
+    """The sequence that `given` describes; its table covers its tokens, one at least not cached."""
+    token_ids = [*start.prompt_token_ids, *given.output_token_ids]
+    num_prompt, num_given, num_cached = len(start.prompt_token_ids), len(token_ids), given.num_cached_tokens
+    story = f"start {start.start_id} choice {given.choice}: {num_given} tokens, {num_cached} cached"
+    assert 0 <= num_cached < num_given, f"{story}: at least one must be left to compute"
+    assert len(given.block_table) == -(-num_given // block_size), f"{story}, {len(given.block_table)} blocks"
+    wants_prompt_logprobs = start.sampling.prompt_logprobs is not None and not given.output_token_ids
+    return RunningSequence(
+        start,
+        Sequence(
+            start.start_id,
+            given.choice,
+            start.sampling,
+            num_prompt,
+            token_ids,
+            [block_id for block_id, _ in given.block_table],
+            num_cached,
+            given.forks,
+        ),
+        num_cached_tokens=min(num_cached, num_prompt),
+        num_final_tokens=min(num_prompt + start.sampling.max_tokens, max_model_len) - 1,
+        num_told_tokens=num_given,
+        num_told_blocks=num_cached // block_size,
+        prompt_logprobs=[] if wants_prompt_logprobs else None,
+    )

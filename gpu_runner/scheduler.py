@@ -1,0 +1,265 @@
+"""Which sequences get which tokens this step: continuous batching without I/O, torch, sockets or a clock.
+
+One step is `handle` (what the manager said), `schedule` (a plan), `report` (what to tell the manager), then,
+once the executor has computed the plan, `update` (the tokens for the frontends). Nothing is handled between
+`schedule` and `update`, so whatever ends in `handle` has no step in flight that writes its blocks.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from gpu_runner.credits import Credits, look_ahead
+from gpu_runner.request import RunningRequest, RunningSequence, begin
+from gpu_runner.shared_tails import SharedTails
+from gpu_runner.step import Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from gpu_runner.step_report import ReportBuilder
+from gpu_runner.stop_conditions import finish
+from kvmanager.protocol import Directives, Start, StepReport, TokenEvent, TokenLogprobs
+
+REMEMBERED_STARTS: Final = 4096
+"""Start ids kept to recognise a start that comes twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """All in tokens, but `max_num_seqs`."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """What is running now, and counters since the scheduler was made."""
+
+    requests: int
+    sequences: int
+    credits: int  # blocks in hand
+    steps: int
+    sat_out: int  # times that a sequence missed a step for want of a block
+
+
+class Scheduler:
+    """The running sequences of one runner under one session with the manager."""
+
+    def __init__(self, limits: Limits, eos_token_ids: frozenset[int]) -> None:
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._requests: dict[int, RunningRequest] = {}
+        self._running: dict[tuple[int, int], RunningSequence] = {}
+        self._seen_starts: deque[int] = deque(maxlen=REMEMBERED_STARTS)
+        self._credits = Credits()
+        self._tails = SharedTails()
+        self._report = ReportBuilder(limits.block_size)
+        self._plan: StepPlan | None = None
+        self._steps = 0
+        self._sat_out = 0
+
+    def statistics(self) -> SchedulerStatistics:
+        return SchedulerStatistics(
+            len(self._requests), len(self._running), len(self._credits), self._steps, self._sat_out
+        )
+
+    # --- what the manager says -----------------------------------------------------------------------------
+
+    def handle(self, directives: Directives) -> None:
+        """Apply directives; stale start ids and starts that came before are ignored."""
+        assert self._plan is None, "directives came while a step was in flight"
+        self._credits.grant(directives.credits)
+        for start in directives.starts:
+            self._start(start)
+        for start_id in directives.cancels:
+            self._end_all(start_id, "cancelled")
+        for start_id in directives.preempts:
+            self._end_all(start_id, "preempted")
+
+    def _start(self, start: Start) -> None:
+        if start.start_id in self._seen_starts:
+            return
+        self._seen_starts.append(start.start_id)
+        request = self._requests[start.start_id] = RunningRequest(start)
+        for given in start.sequences:
+            self._add(request, begin(start, given, self._limits.block_size, self._limits.max_model_len))
+
+    def _add(self, request: RunningRequest, running: RunningSequence) -> None:
+        request.sequences[running.sequence.choice] = running
+        self._running[running.key] = running
+
+    def _end_all(self, start_id: int, reason: Literal["cancelled", "preempted"]) -> None:
+        request = self._requests.get(start_id)
+        for running in list(request.sequences.values()) if request else ():
+            self._end(running, reason)
+
+    def _end(self, running: RunningSequence, reason: Literal["finished", "cancelled", "preempted"]) -> None:
+        self._tails.leave(running.sequence.block_table[-1])
+        self._report.ended(running, reason)
+        del self._running[running.key]
+        request = self._requests[running.start.start_id]
+        del request.sequences[running.sequence.choice]
+        if not request.sequences:
+            del self._requests[running.start.start_id]
+
+    # --- the plan -------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step: decodes first, then prefill chunks in order of start; None when nothing can run."""
+        assert self._plan is None, "schedule before the last step's update"
+        self._steps += 1
+        scheduled: list[Scheduled] = []
+        copies: list[tuple[int, int]] = []
+        max_decodes = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        # Who missed a step comes first; otherwise the order stays.
+        for running in sorted(self._running.values(), key=_last_step):
+            if running.num_uncomputed_tokens == 1 and len(scheduled) < max_decodes:
+                if self._make_room(running, copies):
+                    scheduled.append(self._planned(running, 1))
+                else:
+                    self._sat_out += 1
+        self._add_prefills(scheduled)
+        if scheduled:
+            self._plan = StepPlan(tuple(scheduled), tuple(copies))
+        return self._plan
+
+    def _add_prefills(self, scheduled: list[Scheduled]) -> None:
+        """Fill what the decodes left. A start's table covers its tokens, so no credit is needed."""
+        budget = self._limits.max_num_batched_tokens - len(scheduled)
+        for running in self._running.values():
+            if budget == 0 or len(scheduled) == self._limits.max_num_seqs:
+                return
+            if running.num_uncomputed_tokens > 1:
+                length = min(running.num_uncomputed_tokens, budget)
+                scheduled.append(self._planned(running, length))
+                budget -= length
+
+    def _planned(self, running: RunningSequence, length: int) -> Scheduled:
+        sequence = running.sequence
+        running.planned, running.last_step = length, self._steps
+        samples = length == running.num_uncomputed_tokens
+        sample_choices = (sequence.choice, *sequence.forks) if samples else ()
+        return Scheduled(sequence, sequence.num_computed_tokens, length, sample_choices)
+
+    def _make_room(self, running: RunningSequence, copies: list[tuple[int, int]]) -> bool:
+        """See that the next token has a block of its own to go to; False for want of a credit."""
+        sequence = running.sequence
+        table, index = sequence.block_table, sequence.num_computed_tokens // self._limits.block_size
+        if index < len(table) and not self._tails.is_shared(table[index]):
+            return True
+        block = self._credits.take()
+        if block is None:
+            return False
+        if index == len(table):
+            table.append(block[0])
+            self._report.taken(running, block)
+        else:
+            copies.append((table[index], block[0]))
+            self._tails.leave(table[index])
+            table[index] = block[0]
+            self._report.copied(running, index, block)
+        return True
+
+    # --- what to tell the manager --------------------------------------------------------------------------
+
+    def report(self) -> StepReport | None:
+        """What has changed since the last report; None if nothing has. To be called after each `schedule`."""
+        wanted = look_ahead(self._needs())
+        return self._report.build(self._credits.give_back(wanted), wanted)
+
+    def _needs(self) -> Counter[int]:
+        """Steps after the planned one → blocks needed then; exact for decodes, an estimate for prefills."""
+        needs: Counter[int] = Counter()
+        block_size, budget = self._limits.block_size, self._limits.max_num_batched_tokens
+        if self._tails.num_copies_due:
+            needs[0] = self._tails.num_copies_due
+        for running in self._running.values():
+            sequence = running.sequence
+            num_tokens = len(sequence.token_ids)
+            steps = -(-(running.num_uncomputed_tokens - running.planned) // budget)
+            capacity = len(sequence.block_table) * block_size
+            if capacity < running.num_final_tokens:
+                needs[steps + capacity - num_tokens] += 1 + len(sequence.forks)
+            if sequence.forks and num_tokens < min(capacity, running.num_final_tokens):
+                needs[steps] += len(sequence.forks)
+        return needs
+
+    # --- what the step computed ----------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, output: StepOutput) -> dict[str, list[TokenEvent]]:
+        """Take in the step's results; returns the new tokens by frontend endpoint, in the plan's order."""
+        assert plan is self._plan, "update with another plan than the one in flight"
+        self._plan = None
+        events: dict[str, list[TokenEvent]] = {}
+        for item, result in zip(plan.scheduled, output.outputs, strict=True):
+            running = self._running[item.sequence.start_id, item.sequence.choice]
+            self._advance(running, item, result)
+            if item.sample_choices:
+                owners = self._fork(running)
+                new = [self._append(*pair) for pair in zip(owners, result.sampled, strict=True)]
+                events.setdefault(running.start.token_endpoint, []).extend(new)
+        return events
+
+    def _advance(self, running: RunningSequence, item: Scheduled, result: SequenceOutput) -> None:
+        running.planned = 0
+        running.sequence.num_computed_tokens += item.length
+        if running.prompt_logprobs is not None:
+            running.prompt_logprobs.extend(result.prompt_logprobs)
+        self._report.advanced(running)
+
+    def _fork(self, running: RunningSequence) -> list[RunningSequence]:
+        """The sequence and, where it has to fork now, its children, which share its table."""
+        sequence = running.sequence
+        if not sequence.forks:
+            return [running]
+        children = [running.fork(choice) for choice in sequence.forks]
+        for child in children:
+            self._add(self._requests[running.start.start_id], child)
+        if sequence.num_computed_tokens % self._limits.block_size:
+            self._tails.share(sequence.block_table[-1], len(children))
+        self._report.forked(running, sequence.forks)
+        sequence.forks = ()
+        return [running, *children]
+
+    def _append(self, running: RunningSequence, sampled: Sampled) -> TokenEvent:
+        """Give the sequence its new token, and end it if that was its last."""
+        sequence, start = running.sequence, running.start
+        assert sampled.choice == sequence.choice, f"choice {sequence.choice} got a token of {sampled.choice}"
+        position = running.num_output_tokens
+        sequence.token_ids.append(sampled.token_id)
+        verdict = finish(
+            sampled.token_id,
+            position + 1,
+            len(sequence.token_ids),
+            sequence.sampling,
+            self._eos_token_ids,
+            self._limits.max_model_len,
+        )
+        event = TokenEvent(
+            start.request_id,
+            start.attempt,
+            sequence.choice,
+            position,
+            (sampled.token_id,),
+            running.num_cached_tokens,
+            None if sampled.logprobs is None else (sampled.logprobs,),
+            _take_prompt_logprobs(running),
+            verdict.reason,
+            verdict.stop_reason,
+        )
+        if verdict.reason is not None:
+            self._end(running, "finished")
+        return event
+
+
+def _last_step(running: RunningSequence) -> int:
+    return running.last_step
+
+
+def _take_prompt_logprobs(running: RunningSequence) -> tuple[TokenLogprobs | None, ...] | None:
+    """One entry per prompt token (None for the first and for cached ones), at the first output token only."""
+    collected, running.prompt_logprobs = running.prompt_logprobs, None
+    if collected is None:
+        return None
+    missing = running.sequence.num_prompt_tokens - len(collected)
+    return (*(None,) * missing, *collected)

@@ -1,0 +1,65 @@
+"""Collects what the manager must be told of a step, in the order in which it applies it."""
+
+from typing import Literal
+
+from gpu_runner.request import RunningSequence
+from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, StepReport, Taken
+
+
+class ReportBuilder:
+    """What has changed since the last report. Facts of one kind stay in the order in which they happened."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._credits_wanted = 0  # as last told
+        self._begin()
+
+    def _begin(self) -> None:
+        self._progress: list[Progress] = []
+        self._forked: list[Forked] = []
+        self._ended: list[Ended] = []
+        self._copied: list[Copied] = []
+        self._taken: list[Taken] = []
+
+    def advanced(self, running: RunningSequence) -> None:
+        """More of its KV is computed; worth telling once a block is full.
+
+        Only computed tokens are told: a fork's children then inherit exactly what is theirs too.
+        """
+        num_computed = running.sequence.num_computed_tokens
+        num_full_blocks = num_computed // self._block_size
+        if num_full_blocks > running.num_told_blocks:
+            running.num_told_blocks = num_full_blocks
+            new_token_ids = running.untold_tokens(num_computed)
+            self._progress.append(Progress(*running.key, new_token_ids, num_computed))
+
+    def forked(self, running: RunningSequence, children: tuple[int, ...]) -> None:
+        self._forked.append(Forked(*running.key, children))
+
+    def ended(self, running: RunningSequence, reason: Literal["finished", "cancelled", "preempted"]) -> None:
+        sequence = running.sequence
+        new_token_ids = running.untold_tokens(len(sequence.token_ids))
+        self._ended.append(Ended(*running.key, new_token_ids, sequence.num_computed_tokens, reason))
+
+    def copied(self, running: RunningSequence, index: int, block: BlockRef) -> None:
+        self._copied.append(Copied(*running.key, index, block))
+
+    def taken(self, running: RunningSequence, block: BlockRef) -> None:
+        self._taken.append(Taken(*running.key, (block,)))
+
+    def build(self, returned: tuple[BlockRef, ...], credits_wanted: int) -> StepReport | None:
+        """The report, or None if there is nothing to tell."""
+        report = StepReport(
+            tuple(self._progress),
+            tuple(self._forked),
+            tuple(self._ended),
+            tuple(self._copied),
+            tuple(self._taken),
+            returned,
+            credits_wanted,
+        )
+        if report == StepReport(credits_wanted=self._credits_wanted):
+            return None
+        self._credits_wanted = credits_wanted
+        self._begin()
+        return report
