@@ -61,7 +61,7 @@ OP_FILES = {
 def load(name: BackendName) -> Ops:
     """Import one backend and return its ops.
 
-    Raises ValueError for an unknown name, ImportError where the backend's compiler (numba, triton) is missing.
+    Raises ValueError for an unknown name, ImportError where its compiler (numba, triton) is missing.
     """
     if name not in get_args(BackendName):
         raise ValueError(

@@ -1,6 +1,6 @@
 """store_kv: scatter a step's new keys and values into the paged cache.
 
-    key_cache[slot // block_size, head, slot % block_size] = key[token, head]    for slot = slot_mapping[token] ≥ 0
+    key_cache[slot // block_size, head, slot % block_size] = key[token, head]    where slot ≥ 0
 
 key, value    [num_tokens, num_kv_heads, head_dim]
 *_cache       [num_blocks, num_kv_heads, block_size, head_dim]: strided views of one layer of the pool

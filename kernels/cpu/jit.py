@@ -1,0 +1,88 @@
+"""How CPU kernels are compiled and run on threads.
+
+Threads: kernels run on torch's own OpenMP pool. `parallel` calls `GOMP_parallel`, which every OpenMP runtime that torch
+is built with exports, with the job on the caller's stack. One pool, so a kernel right after a torch product finds its
+threads awake, and no second pool spins beside the first one for the same cores. numba's threading layers each bring a
+pool of their own, and its OpenMP layer asks for a system libgomp.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+# Sums may be reordered (that is what vector registers need); NaN and infinity keep their meaning.
+FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
+
+jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST_MATH)
+
+
+def find_gomp_parallel() -> int:
+    """Address of `GOMP_parallel` in the OpenMP runtime that torch loaded; 0 (one thread) where there is none."""
+    torch.get_num_threads()  # torch must have loaded its runtime first
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        warnings.warn("torch's OpenMP runtime has no GOMP_parallel: CPU kernels run on one thread", stacklevel=2)
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+GOMP_PARALLEL = find_gomp_parallel()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def parallel(typing_context: Any, gomp: Any, num_threads: Any, function: Any, job: Any) -> Any:
+    """Run the jitted `function(job)` once on each of `num_threads` threads; `gomp` is GOMP_PARALLEL.
+
+    Work is shared out by the function itself (`next_item`), so that a thread that the system holds up delays no other.
+    """
+    if not isinstance(function, types.Dispatcher):
+        raise TypingError("parallel runs a jitted function")
+    call = typing_context.resolve_function_type(function, (job,), {})
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        gomp_address, threads, _, job_value = arguments
+        compiled = function.dispatcher.get_compile_result(call)
+        callee = context.declare_function(builder.module, compiled.fndesc)
+        context.add_linking_libs([compiled.library])
+        slot = cgutils.alloca_once_value(builder, job_value)
+        byte_pointer = ir.IntType(8).as_pointer()
+        body_type = ir.FunctionType(ir.VoidType(), [byte_pointer])
+        body = ir.Function(builder.module, body_type, builder.module.get_unique_name("parallel_body"))
+        body.linkage = "internal"
+        inner = ir.IRBuilder(body.append_basic_block("entry"))
+        job_copy = inner.load(inner.bitcast(body.args[0], slot.type))
+        context.call_conv.call_function(inner, callee, call.return_type, call.args, [job_copy])
+        inner.ret_void()
+        pointer = builder.bitcast(slot, byte_pointer)
+        with builder.if_else(builder.icmp_unsigned("==", gomp_address, gomp_address.type(0))) as (alone, pool):
+            with alone:
+                builder.call(body, [pointer])
+            with pool:
+                word = ir.IntType(32)
+                run_type = ir.FunctionType(ir.VoidType(), [body_type.as_pointer(), byte_pointer, word, word])
+                run = builder.inttoptr(gomp_address, run_type.as_pointer())
+                builder.call(run, [body, pointer, builder.trunc(threads, word), word(0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, function, job), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def next_item(typing_context: Any, counter: Any) -> Any:
+    """Take the next number from the shared counter (int64 at that address): 0, 1, 2, … over all threads."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "seq_cst")
+
+    return types.int64(types.int64), codegen

@@ -1,0 +1,115 @@
+"""Element types in memory, and how they become float32 and back.
+
+A kernel is compiled once per element type. The type is chosen by a *kind*: a numpy scalar whose type stands for the
+element type (numba has no bfloat16, and its float16 does not compute on CPUs):
+
+    numpy.uint16  bfloat16, as its bits      numpy.int16  float16, as its bits      numpy.float32  float32
+
+Addresses are plain integers, strides count bytes: an argument then costs the caller no array object.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+LANES = 16  # floats per vector: one AVX-512 register, two of AVX2, four of NEON or SSE
+
+KINDS: dict[torch.dtype, Any] = {
+    torch.bfloat16: np.uint16(0),
+    torch.float16: np.int16(0),
+    torch.float32: np.float32(0),
+}
+FLOAT32, INT32, INT64 = np.float32(0), np.int32(0), np.int64(0)
+
+WORD, FLOAT = ir.IntType(32), ir.FloatType()
+SIZES = {types.uint16: 2, types.int16: 2, types.float32: 4}
+BITS = {types.uint16: ir.IntType(16), types.int16: ir.IntType(16), types.float32: FLOAT}
+
+
+def lanes(scalar: Any, count: int) -> Any:
+    """The type of `count` scalars: the scalar itself, or a vector of them."""
+    return scalar if count == 1 else ir.VectorType(scalar, count)
+
+
+def splat(scalar: Any, value: int, count: int) -> Any:
+    """A constant in every lane."""
+    return scalar(value) if count == 1 else ir.Constant(ir.VectorType(scalar, count), [value] * count)
+
+
+def emit_load(builder: Any, kind: Any, pointer: Any, count: int) -> Any:
+    """Read `count` elements of a kind at an element pointer as float32."""
+    bits = builder.load(builder.bitcast(pointer, lanes(BITS[kind], count).as_pointer()), align=SIZES[kind])
+    if kind == types.float32:
+        return bits
+    if kind == types.int16:
+        return builder.fpext(builder.bitcast(bits, lanes(ir.HalfType(), count)), lanes(FLOAT, count))
+    wide = builder.shl(builder.zext(bits, lanes(WORD, count)), splat(WORD, 16, count))
+    return builder.bitcast(wide, lanes(FLOAT, count))
+
+
+def emit_store(builder: Any, kind: Any, pointer: Any, value: Any, count: int) -> None:
+    """Write float32 values as elements of a kind, rounded to nearest even."""
+    if kind == types.int16:
+        half = builder.fptrunc(value, lanes(ir.HalfType(), count))
+        value = builder.bitcast(half, lanes(BITS[kind], count))
+    elif kind == types.uint16:
+        value = emit_bfloat16(builder, value, count)
+    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=SIZES[kind])
+
+
+def emit_bfloat16(builder: Any, value: Any, count: int) -> Any:
+    """float32 → bfloat16 bits: round to nearest even; a NaN stays a (quiet) NaN."""
+    bits = builder.bitcast(value, lanes(WORD, count))
+    odd = builder.and_(builder.lshr(bits, splat(WORD, 16, count)), splat(WORD, 1, count))
+    rounded = builder.add(builder.add(bits, splat(WORD, 0x7FFF, count)), odd)
+    quiet = builder.or_(bits, splat(WORD, 0x400000, count))
+    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+    return builder.trunc(builder.lshr(chosen, splat(WORD, 16, count)), lanes(ir.IntType(16), count))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def elements(typing_context: Any, kind: Any, address: Any) -> Any:
+    """A typed pointer to the elements of a kind (or to int32, int64) at an address."""
+    result = types.CPointer(kind)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[1], context.get_value_type(result))
+
+    return result(kind, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(typing_context: Any, pointer: Any, index: Any) -> Any:
+    """Element `index` as float32."""
+    kind = pointer.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return emit_load(builder, kind, builder.gep(arguments[0], [arguments[1]]), 1)
+
+    return types.float32(pointer, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(typing_context: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Set element `index` to a float32 value, rounded to the element type."""
+    kind = pointer.dtype
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit_store(builder, kind, builder.gep(arguments[0], [arguments[1]]), arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def size_of(typing_context: Any, kind: Any) -> Any:
+    """Bytes of one element of a kind."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return ir.IntType(64)(SIZES[kind])
+
+    return types.int64(kind), codegen
