@@ -1,7 +1,7 @@
 """A model's chat template: messages to the text of a prompt, as `transformers` renders it.
 
-Templates come with the model, so they run in jinja's sandbox and within bounds: no more messages, loop rounds,
-output and time than a conversation can need. What a template may use:
+Templates come with the model, so they run in jinja's sandbox and within bounds: no more messages, rounds of
+loops, output and time than a conversation can need. What a template may use:
 https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
