@@ -1,0 +1,43 @@
+"""Attention of one layer: rotate, write the new keys and values into the pool, read all of them through the tables."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gpu_runner.batch import Batch
+from kernels.backends import Ops
+
+
+@dataclass(slots=True)
+class AttentionInput:
+    """What attention needs beside Q, K and V; the same for all layers of a step."""
+
+    batch: Batch
+    pool: Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    cos_sin: Tensor  # float32 [max_positions, head_dim]
+    scale: float
+    ops: Ops
+
+
+def attend(
+    layer: int, query: Tensor, key: Tensor, value: Tensor, inputs: AttentionInput, window: int
+) -> Tensor:
+    """Query `[tokens, heads, head_dim]` is rotated in place; key and value `[tokens, kv_heads, head_dim]`.
+
+    Returns `[tokens, heads, head_dim]`. `window` is in tokens; 0 sees everything before.
+    """
+    batch, ops = inputs.batch, inputs.ops
+    key_cache, value_cache = inputs.pool[:, layer, 0], inputs.pool[:, layer, 1]
+    ops.rotary_store_kv(
+        query, key, value, key_cache, value_cache, batch.positions, inputs.cos_sin, batch.slot_mapping
+    )
+    return ops.paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        batch.block_tables,
+        batch.query_start,
+        batch.context_lens,
+        scale=inputs.scale,
+        sliding_window=window,
+    )

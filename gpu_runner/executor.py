@@ -1,0 +1,76 @@
+"""One step on the device: copies, the model over all scheduled tokens, logits where they are needed, next tokens."""
+
+import torch
+from torch import Tensor
+
+from gpu_runner.batch import build
+from gpu_runner.logprobs import token_logprobs
+from gpu_runner.model import Model
+from gpu_runner.sampler import Draw, sample
+from gpu_runner.step import Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from kernels.backends import Ops
+from kvmanager.protocol import TokenLogprobs
+
+PROMPT_ROWS = 64  # rows of prompt logits held at once: 64 of 128,000 words are 32 MB in float32
+
+
+class Executor:
+    """Runs plans for one model on one pool. Holds no state of sequences."""
+
+    def __init__(self, model: Model, pool: Tensor, ops: Ops) -> None:
+        """`pool` is that of `kv_cache.map_pool`; `ops` is a backend that works on its device."""
+        self.model = model
+        self.pool = pool
+        self.ops = ops
+        self.block_size = pool.shape[4]
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Copy, compute and sample; keys and values of all scheduled tokens are in the pool when this returns."""
+        if plan.copies:
+            self.ops.copy_blocks(
+                self.pool, torch.tensor(plan.copies, dtype=torch.int64, device=self.pool.device)
+            )
+        if not plan.scheduled:
+            return StepOutput(())
+        batch = build(plan, self.block_size, self.model.device)
+        hidden = self.model.forward(batch, self.pool, self.ops)
+        ends = batch.query_start[1:] - 1
+        sampled = self._sample(plan, hidden, ends)
+        outputs = []
+        first = 0
+        for item in plan.scheduled:
+            prompt = self._prompt_logprobs(item, hidden[first : first + item.length])
+            count = len(item.sample_choices)
+            outputs.append(SequenceOutput(tuple(sampled[:count]), prompt))
+            sampled = sampled[count:]
+            first += item.length
+        return StepOutput(tuple(outputs))
+
+    def _sample(self, plan: StepPlan, hidden: Tensor, ends: Tensor) -> list[Sampled]:
+        """Tokens for all choices of all sequences that reached their end, in the plan's order."""
+        asking = [index for index, item in enumerate(plan.scheduled) if item.sample_choices]
+        if not asking:
+            return []
+        draws = [
+            Draw(row, plan.scheduled[index].sequence, choice)
+            for row, index in enumerate(asking)
+            for choice in plan.scheduled[index].sample_choices
+        ]
+        rows = hidden if len(asking) == len(hidden) else hidden[ends[asking].long()]
+        return sample(self.model.logits(rows), draws, self.model.eos_token_ids)
+
+    def _prompt_logprobs(self, item: Scheduled, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        """For each position in [start, end) whose next token belongs to the prompt: that token's log-probability."""
+        sequence = item.sequence
+        alternatives = sequence.sampling.prompt_logprobs
+        last = min(item.start + item.length, sequence.num_prompt_tokens - 1)
+        if alternatives is None or last <= item.start:
+            return ()
+        found: list[TokenLogprobs] = []
+        for first in range(item.start, last, PROMPT_ROWS):
+            end = min(first + PROMPT_ROWS, last)
+            logits = self.model.logits(hidden[first - item.start : end - item.start])
+            tokens = sequence.token_ids[first + 1 : end + 1]
+            found += token_logprobs(logits, tokens, [alternatives] * len(tokens))
+        return tuple(found)
