@@ -34,23 +34,26 @@ def commands(config: ServeConfig, model: str, port: int, environ: Mapping[str, s
         "PAGEKEEPER_HOST": config.host,
         "PAGEKEEPER_PORT": str(port),
         "PAGEKEEPER_REUSE_PORT": "true",
-        "PAGEKEEPER_DRAIN": str(config.drain_seconds),
         "PAGEKEEPER_DRAIN_SECONDS": str(config.drain_seconds),
         "PYTHONUNBUFFERED": "1",
     }
-
     if config.runners > 1:
-        shared.setdefault("PAGEKEEPER_THREADS", str(max(1, len(os.sched_getaffinity(0)) // config.runners)))
+        cores = len(os.sched_getaffinity(0))
+        shared.setdefault("PAGEKEEPER_THREADS", str(max(1, cores // config.runners)))
 
-    def command(name: str, stage: int, module: str, drain: float = 0.0, **first: str) -> Command:
-        return Command(Child(name, stage, drain), (sys.executable, "-m", module), shared, first)
+    def command(child: Child, module: str, first: Mapping[str, str], **own: str) -> Command:
+        return Command(child, (sys.executable, "-m", module), {**shared, **own}, first)
 
+    reset = {"PAGEKEEPER_RESET_POOL": str(config.reset_pool).lower()}
+    runners = [f"runner-{number}" for number in range(config.runners)]
+    frontends = [f"frontend-{number}" for number in range(config.frontends)]
     return [
-        command("kvmanager", MANAGER, "kvmanager", PAGEKEEPER_RESET_POOL=str(config.reset_pool).lower()),
-        *(command(f"runner-{number}", RUNNER, "gpu_runner") for number in range(config.runners)),
+        command(Child("kvmanager", MANAGER), "kvmanager", reset),
+        *(command(Child(name, RUNNER, config.drain_seconds), "gpu_runner", {}) for name in runners),
+        # A frontend keeps its name over restarts, so that its counters go on.
         *(
-            command(f"frontend-{n}", FRONTEND, "services", config.drain_seconds)
-            for n in range(config.frontends)
+            command(Child(name, FRONTEND, config.drain_seconds), "services", {}, PAGEKEEPER_NAME=name)
+            for name in frontends
         ),
     ]
 
@@ -79,11 +82,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def sweep(pool_directory: str) -> None:
-    """Remove what killed processes left in `sockets/` and `locks/`, unless somebody still uses the pool."""
-    locks = list(Path(pool_directory, "locks").glob("*"))
-    if not any(_held(lock) for lock in locks):
-        for path in [*locks, *Path(pool_directory, "sockets").glob("*")]:
-            path.unlink(missing_ok=True)
+    """Remove what killed processes left beside the pool, unless somebody still uses it."""
+    pool = Path(pool_directory)
+    if not any(_held(lock) for lock in pool.glob("locks/*")):
+        for pattern in ("locks/*", "sockets/*", "metrics/*"):
+            for path in pool.glob(pattern):
+                path.unlink(missing_ok=True)
 
 
 def _held(lock: Path) -> bool:

@@ -1,0 +1,154 @@
+"""`pagekeeper serve` around its supervisor: what it starts, the port, what it says, what it cleans up."""
+
+import asyncio
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.ready import curl_line, fetch, reason, url_of
+from services.serve import bind, commands, sweep
+from services.serve_config import ServeConfig
+
+
+def test_one_manager_and_as_many_runners_and_frontends_as_asked() -> None:
+    config = ServeConfig(
+        runners=2, frontends=3, pool_directory="/dev/shm/x/y", pool_bytes=123, reset_pool=True
+    )
+    environ = {"PAGEKEEPER_DTYPE": "float32", "PAGEKEEPER_RESET_POOL": "true", "PAGEKEEPER_PORT": "1"}
+    started = commands(config, "/model", 8123, environ)
+    assert [command.child.name for command in started] == [
+        *("kvmanager", "runner-0", "runner-1"),
+        *("frontend-0", "frontend-1", "frontend-2"),
+    ]
+    for command in started:
+        assert command.environ["PAGEKEEPER_DTYPE"] == "float32"
+        assert command.environ["PAGEKEEPER_MODEL"] == "/model"
+        assert command.environ["PAGEKEEPER_PORT"] == "8123"
+        assert command.environ["PAGEKEEPER_POOL_DIRECTORY"] == "/dev/shm/x/y"
+        assert "PAGEKEEPER_RESET_POOL" not in command.environ  # else a restarted manager would empty the pool
+    assert [command.first for command in started if command.first] == [{"PAGEKEEPER_RESET_POOL": "true"}]
+    stages = {command.argv[-1]: command.child.stage for command in started}
+    assert stages["services"] < stages["gpu_runner"] < stages["kvmanager"]
+
+
+def test_two_runners_share_the_cores_unless_told_otherwise() -> None:
+    def threads(runners: int, **environ: str) -> str | None:
+        return commands(ServeConfig(runners=runners), "/model", 1, environ)[1].environ.get(
+            "PAGEKEEPER_THREADS"
+        )
+
+    assert threads(1) is None
+    assert threads(2) == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert threads(2, PAGEKEEPER_THREADS="7") == "7"
+
+
+def test_the_port_is_held_for_servers_that_share_it_and_no_others() -> None:
+    with bind("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with socket.socket() as frontend:
+            frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            frontend.bind(("127.0.0.1", port))
+            frontend.listen()
+            with pytest.raises(OSError, match=f"port {port}: .*in use"):
+                bind("127.0.0.1", port)
+
+
+def test_an_address_that_is_not_ours_is_named() -> None:
+    with pytest.raises(OSError, match="no-such-host.invalid"):
+        bind("no-such-host.invalid", 8000)
+
+
+def test_a_taken_port_is_one_clear_line_and_status_2() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "services.cli", "serve", f"--port={port}"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith("pagekeeper serve: cannot listen on host '127.0.0.1'")
+    assert answer.stderr.count("\n") == 1
+
+
+def leftovers(pool: Path) -> list[Path]:
+    for name in ("locks/runner-1", "sockets/manager.sock", "metrics/frontend-0.counters", "kv.bin"):
+        path = pool / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(b"")
+    return [path for path in pool.rglob("*") if path.is_file()]
+
+
+def test_sweep_leaves_only_the_pool(tmp_path: Path) -> None:
+    leftovers(tmp_path)
+    sweep(str(tmp_path))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "kv.bin"]
+    sweep(str(tmp_path / "never-made"))
+
+
+def test_sweep_spares_a_pool_that_somebody_uses(tmp_path: Path) -> None:
+    there = leftovers(tmp_path)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys; fcntl.lockf(f := open(sys.argv[1], 'r+b'), fcntl.LOCK_EX);"
+            "print('held', flush=True); sys.stdin.read()",
+            str(tmp_path / "locks/runner-1"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    sweep(str(tmp_path))
+    assert all(path.exists() for path in there)
+    holder.communicate()
+    sweep(str(tmp_path))
+    assert not (tmp_path / "locks/runner-1").exists()
+
+
+def test_urls_reach_a_server_that_listens_everywhere() -> None:
+    assert url_of("0.0.0.0", 80) == "http://127.0.0.1:80"
+    assert url_of("::", 80) == "http://[::1]:80"
+    assert url_of("example.org", 80) == "http://example.org:80"
+
+
+def test_the_curl_line_is_one_that_a_shell_takes_apart_rightly() -> None:
+    models = json.dumps({"data": [{"id": "it's/a model"}]}).encode()
+    words = shlex.split(curl_line("http://127.0.0.1:80", (200, models)))
+    assert words[:3] == ["curl", "-N", "http://127.0.0.1:80/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert body["model"] == "it's/a model"
+    assert body["stream"] is True
+    assert "Authorization: Bearer $API_KEY" in curl_line("http://h:1", (401, b"{}"))
+
+
+def test_a_look_at_a_server_never_raises_and_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.ready.LOOK_SECONDS", 0.2)
+    answers = [b'HTTP/1.1 503 No\r\nA: b\r\n\r\n{"error": {"message": "no runner"}}', b"garbage", None]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        text = answers.pop(0)
+        if text is not None:
+            writer.write(text)
+            writer.close()
+
+    async def main() -> list[tuple[int, bytes]]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        seen = [await fetch("127.0.0.1", port, "/ready") for _ in range(3)]
+        server.close()
+        return [*seen, await fetch("127.0.0.1", port, "/ready")]
+
+    good, garbage, silent, closed = asyncio.run(main())
+    assert good[0] == 503
+    assert reason(good[1]) == "no runner"
+    assert [garbage[0], silent[0], closed[0]] == [0, 0, 0]
+    assert reason(b"not JSON") == ""
