@@ -60,7 +60,7 @@ def test_the_port_is_held_for_servers_that_share_it_and_no_others() -> None:
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:
-    with pytest.raises(OSError, match="no-such-host.invalid"):
+    with pytest.raises(OSError, match=r"no-such-host\.invalid"):
         bind("no-such-host.invalid", 8000)
 
 
