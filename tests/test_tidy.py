@@ -157,7 +157,7 @@ def test_functions_are_short_on_the_whole() -> None:
 
 
 def is_stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """A body of `pass`, `...` or a docstring alone. What subclasses must define raises NotImplementedError."""
+    """A body of `pass`, `...` or a docstring alone (subclasses' duties raise NotImplementedError)."""
     constants = (node for node in function.body if isinstance(node, ast.Expr))
     empty = {node for node in constants if isinstance(node.value, ast.Constant)}
     return all(isinstance(node, ast.Pass) for node in function.body if node not in empty)
