@@ -1,0 +1,90 @@
+"""`python -m services`: one frontend process."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+
+import uvicorn
+
+from kvmanager.errors import PagekeeperError
+from kvmanager.settings import SettingError, load
+from services.app import load_model, make_app
+from services.config import FrontendConfig, read_api_keys
+
+CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
+BACKLOG = 2048  # connections
+
+log = logging.getLogger("pagekeeper.frontend")
+
+
+def main() -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status."""
+    config = load(FrontendConfig, "pagekeeper frontend", sys.argv[1:], os.environ)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    try:
+        read_api_keys(config)
+        model = load_model(config)
+        listener = listen(config)
+    except (SettingError, OSError, ValueError) as error:
+        print(f"pagekeeper frontend: {error}", file=sys.stderr)
+        return CONFIGURATION_ERROR
+    name = config.name or f"frontend-{socket.gethostname()[:32]}-{os.getpid()}"
+    status = 0
+    server: uvicorn.Server
+
+    def on_fatal(error: PagekeeperError) -> None:
+        nonlocal status
+        log.error("stopping: %s", error.message)
+        status = CONFIGURATION_ERROR if error.code != "internal" else 1
+        server.should_exit = True
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(config, model, name, on_fatal),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
+        )
+    )
+    # uvicorn raises the signals that it caught again when it is done; they must not end the process
+    # before it exits.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    with listener:
+        log.info("%s serves %s on http://%s:%d", name, model.name, config.host, listener.getsockname()[1])
+        server.run(sockets=[listener])
+    return status
+
+
+def listen(config: FrontendConfig) -> socket.socket:
+    """The bound socket. Raises OSError that names the settings."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise OSError(
+            f"cannot listen on --host={config.host!r}, --port={config.port}: {error.strerror or error}; "
+            "choose others, or give --reuse-port to all frontends that share a port"
+        ) from None
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The ASGI application of one frontend: routes, middleware, and the backend's life."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from kvmanager.errors import PagekeeperError
+from services.auth import ApiKeys
+from services.backend import Backend
+from services.chat import ChatRoute
+from services.chat_template import ChatTemplate
+from services.completions import CompletionsRoute
+from services.config import FrontendConfig, read_api_keys, split_list
+from services.context import Context, ServedModel
+from services.errors import ApiError, on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
+from services.health import HealthRoute
+from services.metrics import Metrics
+from services.model_files import model_facts
+from services.models import ModelsRoute
+from services.request_id import HEADER, RequestIds
+from services.tokenizer import load_tokenizer
+from services.tokens import TokensRoute
+from services.tracker import Tracker
+
+
+def load_model(config: FrontendConfig) -> ServedModel:
+    """Read what the frontend needs of the model. Raises ModelError (a ValueError) or OSError."""
+    path = Path(config.model)
+    facts, tokenizer = model_facts(path), load_tokenizer(path)
+    template = tokenizer.chat_template
+    return ServedModel(
+        name=config.served_model_name or facts.name,
+        max_model_len=min(config.max_model_len or facts.max_model_len, facts.max_model_len),
+        created=int(time.time()),
+        eos_token_ids=tuple({*facts.eos_token_ids, *tokenizer.eos_token_ids}),
+        tokenizer=tokenizer,
+        chat_template=None if template is None else ChatTemplate(template, tokenizer.named_tokens),
+    )
+
+
+def make_app(
+    config: FrontendConfig, model: ServedModel, name: str, on_fatal: Callable[[PagekeeperError], None]
+) -> Starlette:
+    """The application. Its sockets are opened when it starts, in the event loop, and unlinked when it
+    stops.
+    """
+    routes: list[Route] = []
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        metrics = Metrics(Path(config.pool_directory), name, model.name)
+        backend = Backend(
+            name=name,
+            pool_directory=config.pool_directory,
+            manager=config.manager,
+            tracker=Tracker(config.manager_timeout_seconds, config.max_requests),
+            metrics=metrics,
+            on_fatal=on_fatal,
+        )
+        app.router.routes.extend(make_routes(Context(config, model, backend, metrics)))
+        backend.start()
+        try:
+            yield
+        finally:
+            await backend.stop()
+            metrics.close()
+
+    return Starlette(
+        routes=routes,
+        middleware=make_middleware(config),
+        exception_handlers={
+            ApiError: on_api_error,
+            PagekeeperError: on_pagekeeper_error,
+            HTTPException: on_http_exception,
+            Exception: on_unexpected,
+        },
+        lifespan=lifespan,
+    )
+
+
+def make_middleware(config: FrontendConfig) -> list[Middleware]:
+    """From the outside in. CORS is outside the keys: a browser's preflight carries none."""
+    origins = split_list(config.cors_origins)
+    middleware = [Middleware(RequestIds)]
+    if origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_headers=["*"],
+                expose_headers=[HEADER],
+            )
+        )
+    middleware.append(Middleware(ApiKeys, keys=read_api_keys(config)))
+    return middleware
+
+
+def make_routes(context: Context) -> list[Route]:
+    """Every endpoint."""
+    models, tokens, health = ModelsRoute(context), TokensRoute(context), HealthRoute(context)
+    chat, completions = ChatRoute(context), CompletionsRoute(context)
+    return [
+        Route("/v1/models", models.list),
+        Route("/v1/models/{model:path}", models.one),
+        Route("/v1/completions", completions.answer, methods=["POST"]),
+        Route("/v1/chat/completions", chat.answer, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", health.health),
+        Route("/ready", health.ready),
+        Route("/metrics", health.metrics),
+    ]

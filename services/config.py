@@ -1,0 +1,62 @@
+"""Settings of a frontend's process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmanager.client import default_pool_directory
+from kvmanager.settings import SettingError, parse_bytes, setting
+
+
+@dataclass(frozen=True)
+class FrontendConfig:
+    """A frontend: HTTP, tokenising, streaming. Holds nothing that another frontend would need."""
+
+    model: str = setting("", "path of the model: a Hugging Face folder or a GGUF file")
+    served_model_name: str = setting("", "the model's name in the API; none: the path's last part")
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "TCP port to listen on; 0: any free one", minimum=0, maximum=65535)
+    reuse_port: bool = setting(False, "share the port with other frontends (SO_REUSEPORT)")
+    name: str = setting("", "this process's name in the pool directory; none: frontend-<pid>")
+    pool_directory: str = setting(default_pool_directory(), "where the pool, its locks and its sockets lie")
+    manager: str = setting("", "ZeroMQ endpoint of the manager; none: a socket in the pool directory")
+    max_model_len: int = setting(0, "longest prompt and output; 0: the model's own", unit="tokens", minimum=0)
+    manager_timeout_seconds: float = setting(
+        20.0, "how long a request waits for an absent manager before it gets 503", unit="seconds", minimum=0.1
+    )
+    max_requests: int = setting(2048, "requests that may be live in this process", unit="requests", minimum=1)
+    max_body_bytes: int = setting(
+        16 << 20, "longest request body; longer ones get 413", unit="bytes", parse=parse_bytes, minimum=1024
+    )
+    keep_alive_seconds: float = setting(
+        15.0, "silence in a stream after which a comment is sent", unit="seconds", minimum=0.01
+    )
+    write_timeout_seconds: float = setting(
+        300.0, "how long a stream waits for a client that does not read", unit="seconds", minimum=0.1
+    )
+    drain_seconds: float = setting(
+        30.0, "how long running requests may go on after SIGTERM", unit="seconds", minimum=0.0, maximum=3600
+    )
+    api_keys: str = setting("", "keys that clients must send, separated by commas; none: no key is asked for")
+    api_keys_file: str = setting("", "file with one API key per line, in addition to api_keys")
+    cors_origins: str = setting("", "origins that browsers may call from, separated by commas; * for all")
+    request_log: bool = setting(True, "log one line per request at its end")
+
+
+def split_list(text: str) -> list[str]:
+    """The items of a comma-separated setting."""
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def read_api_keys(config: FrontendConfig) -> tuple[bytes, ...]:
+    """All keys, from both settings. Raises SettingError if the file cannot be read or holds none."""
+    keys = split_list(config.api_keys)
+    if config.api_keys_file:
+        try:
+            lines = Path(config.api_keys_file).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"--api-keys-file={config.api_keys_file!r} cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise SettingError(f"--api-keys-file={config.api_keys_file!r} holds no key; want one per line")
+        keys += found
+    return tuple(key.encode() for key in keys)

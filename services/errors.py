@@ -1,0 +1,97 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` with a status."""
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvmanager.errors import HTTP_STATUS, PagekeeperError
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ErrorBody(msgspec.Struct):
+    """What is inside `{"error": …}`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct):
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param` names the field that is wrong; `headers` go out with the answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON of this error."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return msgspec.json.encode(ErrorEnvelope(ErrorBody(self.message, kind, self.param, self.code)))
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, "application/json")
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    """A 400 about the field `param`."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_pagekeeper(error: PagekeeperError) -> ApiError:
+    """The manager's refusal as HTTP; `retry_after` becomes a `Retry-After` header in whole seconds."""
+    status = HTTP_STATUS.get(error.code, 500)
+    headers = {"retry-after": str(max(1, round(error.retry_after)))} if status == 503 else {}
+    code = "context_length_exceeded" if error.code == "can_never_fit" else error.code
+    return ApiError(status, error.message, code=code, headers=headers)
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def on_pagekeeper_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PagekeeperError)
+    return from_pagekeeper(error).response()
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Routing's own errors (404, 405) in the same shape."""
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"no such route: {request.method} {request.url.path}",
+        405: f"{request.method} is not allowed on {request.url.path}; "
+        f"allowed: {(error.headers or {}).get('Allow', 'none')}",
+    }
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = messages.get(error.status_code, error.detail)
+    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
+
+
+async def on_unexpected(request: Request, error: Exception) -> Response:
+    """A bug: the client learns that it is ours; the traceback goes to the log."""
+    return ApiError(500, "internal error; the server's log has the details", code="internal").response()
