@@ -1,4 +1,4 @@
-"""Attention of one layer: rotate, write the new keys and values into the pool, read all of them through the tables."""
+"""Attention of one layer: rotate, write new keys and values to the pool, read all through the tables."""
 
 from dataclasses import dataclass
 

@@ -16,7 +16,7 @@ from gpu_runner.step import StepPlan
 
 @dataclass(slots=True, frozen=True)
 class Batch:
-    """What the model reads in a step, on its device. A slot is block_id · block_size + offset in the block."""
+    """What the model reads in a step, on its device. A slot is block_id · block_size + offset."""
 
     token_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]

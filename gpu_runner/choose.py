@@ -1,15 +1,16 @@
-"""Choosing a token by one uniform number: inverse CDF, in token-id order, over the kept part of a distribution.
+"""Choosing a token by one uniform number: inverse CDF, in token-id order, over what is kept of the whole.
 
-What is kept, in this order: min_p (at least that share of the likeliest's probability), top_k (the k likeliest),
-top_p (the fewest of the likeliest that hold that share of what is left by then). Equal probabilities count as if the
-lower id were likelier. Instead of sorting a vocabulary, probabilities are counted into bins by their leading bits
-(the bits of a positive float order as its value does); only the bin in which the cut falls is sorted. It is exact.
+Kept are, in this order: min_p (at least that share of the likeliest's probability), top_k (the k
+likeliest), top_p (the fewest of the likeliest that hold that share of what is left by then). Of equal
+probabilities the lower id counts as likelier. Instead of sorting the vocabulary, probabilities are counted
+into bins by their leading bits (positive floats order as their bits do), and only the bin in which the cut
+falls is sorted. The result is exact.
 """
 
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 SHIFT = 18  # drops 18 of 23 mantissa bits: 32 bins per power of two
 BINS = (0x3F800000 >> SHIFT) + 2  # probabilities are at most 1, give or take the last bit
@@ -19,11 +20,11 @@ DoubleArray = np.ndarray[Any, np.dtype[np.float64]]
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _cut(
     probs: FloatArray, floor: float, counts: IntArray, masses: DoubleArray, most: int, share: float
 ) -> tuple[float, int, float]:
-    """The last kept (probability, id) and the kept mass, going down until `most` tokens or a mass of `share`."""
+    """Last kept (probability, id) and the kept mass, going down until `most` tokens or a mass of `share`."""
     count, mass, bin_ = 0, 0.0, BINS
     while bin_ > 0:
         bin_ -= 1
@@ -52,12 +53,10 @@ def _cut(
     return probs[last], last, mass
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _choose(probs: FloatArray, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
-    floor = np.float32(0.0)
-    if min_p > 0.0:
-        floor = np.float32(probs.max() * min_p)
-    edge, edge_id, mass = np.float32(0.0), probs.size, 0.0
+    floor: Any = np.float32(probs.max() * min_p)
+    edge, edge_id, mass = 0.0, probs.size, 0.0
     limited = 0 < top_k < probs.size
     if limited or top_p < 1.0:
         counts, masses = np.zeros(BINS, np.int64), np.zeros(BINS, np.float64)
@@ -90,7 +89,7 @@ def _choose(probs: FloatArray, top_k: int, top_p: float, min_p: float, uniform: 
     return last
 
 
-@njit(cache=True, nogil=True, parallel=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def choose_rows(
     probs: FloatArray,
     top_k: IntArray,
@@ -99,6 +98,6 @@ def choose_rows(
     uniforms: DoubleArray,
     tokens: IntArray,
 ) -> None:
-    """One token per row of `probs` `[rows, vocab]` into `tokens` `[rows]`; top_k 0, top_p 1 and min_p 0 keep all."""
-    for row in prange(probs.shape[0]):
+    """One token per row of `probs` `[rows, vocab]` into `tokens`; top_k 0, top_p 1, min_p 0 keep all."""
+    for row in range(probs.shape[0]):
         tokens[row] = _choose(probs[row], top_k[row], top_p[row], min_p[row], uniforms[row])

@@ -1,4 +1,4 @@
-"""One step on the device: copies, the model over all scheduled tokens, logits where they are needed, next tokens."""
+"""One step on the device: copies, the model over all scheduled tokens, logits where needed, next tokens."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Executor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Copy, compute and sample; keys and values of all scheduled tokens are in the pool when this returns."""
+        """Copy, compute, sample; all scheduled tokens' keys and values are in the pool when this returns."""
         if plan.copies:
             self.ops.copy_blocks(
                 self.pool, torch.tensor(plan.copies, dtype=torch.int64, device=self.pool.device)
@@ -61,7 +61,7 @@ class Executor:
         return sample(self.model.logits(rows), draws, self.model.eos_token_ids)
 
     def _prompt_logprobs(self, item: Scheduled, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        """For each position in [start, end) whose next token belongs to the prompt: that token's log-probability."""
+        """For each computed position before a prompt token: the log-probability of that token."""
         sequence = item.sequence
         alternatives = sequence.sampling.prompt_logprobs
         last = min(item.start + item.length, sequence.num_prompt_tokens - 1)

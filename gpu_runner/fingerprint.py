@@ -1,7 +1,8 @@
 """A model's fingerprint: SHA-256 over the bytes of its weights and config, remembered per unchanged file.
 
-Hashing takes seconds for large files, so each file's digest is kept in the user's cache folder under the file's path,
-size, inode and time of change; where that folder cannot be written, the digest is simply computed again.
+Hashing takes seconds for large files, so each file's digest is kept in the user's cache folder under the
+file's path, size, inode and times; where that folder cannot be written, the digest is simply computed
+again.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
-"""Reading a GGUF file: its metadata and where its tensors lie, without touching the tokenizer's large arrays.
+"""Reading a GGUF file: its metadata and where its tensors lie, passing over the tokenizer's large arrays.
 
-The `gguf` package's own reader builds an array object per vocabulary entry (seconds for 50,000 tokens), which a
-runner has no use for; so the header is walked here, and only the package's type tables and dequantisers are used.
-Layout: github.com/ggml-org/ggml, docs/gguf.md (versions 2 and 3, little endian).
+The `gguf` package's own reader builds an array object per vocabulary entry (seconds for 50,000 tokens),
+which a runner has no use for; so the header is walked here, and of the package only the type tables and
+dequantisers are used. Layout: github.com/ggml-org/ggml, docs/gguf.md (versions 2 and 3, little endian).
 """
 
 import mmap
@@ -130,7 +130,8 @@ class GgufFile:
         found = known[kind].name if kind in known else f"number {kind}"
         if found not in SUPPORTED_TYPES:
             raise ModelError(
-                f"tensor {name} of {self.path} has the type {found}; supported are {', '.join(SUPPORTED_TYPES)}"
+                f"tensor {name} of {self.path} has the type {found}; "
+                f"supported are {', '.join(SUPPORTED_TYPES)}"
             )
         if len(shape) > 2:
             raise ModelError(

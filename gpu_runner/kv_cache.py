@@ -1,4 +1,4 @@
-"""The block pool as a tensor: `kv.bin` mapped into this process, shared with the KV manager and other runners."""
+"""The block pool as a tensor: `kv.bin`, shared with the KV manager and the other runners."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def pool_shape(layout: Layout, num_blocks: int) -> tuple[int, ...]:
 
 
 def map_pool(path: str | Path, layout: Layout, num_blocks: int, device: torch.device | str = "cpu") -> Tensor:
-    """Map `kv.bin` of the pool directory `path`, shared and writable. Raises ValueError where its size is another.
+    """Map `kv.bin` of the pool directory `path`, shared and writable. Raises ValueError if it is too small.
 
     On an accelerator the pool is memory of the device, of the same shape; it is this process's own.
     """

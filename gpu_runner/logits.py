@@ -1,6 +1,7 @@
 """What changes a row of logits before a token is chosen: bias, penalties, and tokens that may not come yet.
 
-Repetition counts every token of the sequence, presence and frequency only its output (as vLLM and OpenAI define them).
+Repetition counts every token of the sequence, presence and frequency only its output (as vLLM and OpenAI
+have it).
 """
 
 from collections.abc import Iterable
@@ -48,8 +49,9 @@ def _penalise_repetition(row: Tensor, sequence: Sequence, penalty: float) -> Non
     prompt = sequence.extra.get("prompt_tokens")
     if prompt is None:
         prompt = sequence.extra["prompt_tokens"] = np.unique(sequence.token_ids[: sequence.num_prompt_tokens])
+    assert isinstance(prompt, np.ndarray)
     output = np.array(sequence.token_ids[sequence.num_prompt_tokens :], np.int64)
-    seen = torch.from_numpy(np.union1d(prompt, output).astype(np.int64))  # type: ignore[arg-type]
+    seen = torch.from_numpy(np.union1d(prompt, output))
     values = row[seen]
     row[seen] = torch.where(values > 0, values / penalty, values * penalty)
 

@@ -1,4 +1,4 @@
-"""Log-probabilities for clients: of the model's own distribution, before bias, penalties, temperature and filters."""
+"""Log-probabilities for clients: of the model's own distribution, before penalties and temperature."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from kvmanager.protocol import TokenLogprobs
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], alternatives: list[int]) -> list[TokenLogprobs]:
-    """For each row of `logits` `[rows, vocab]` its token's log-probability and rank, and the likeliest alternatives."""
+    """Per row of `logits` `[rows, vocab]`: its token's log-probability and rank, and the likeliest ones."""
     values = torch.log_softmax(logits.float(), dim=-1)
     chosen = values.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (values > chosen).sum(dim=-1) + 1

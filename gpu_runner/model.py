@@ -116,7 +116,7 @@ class Model:
         config, ops = self.config, inputs.ops
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, size)
-        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        query, key, value = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
         if layer.query_norm is not None and layer.key_norm is not None:
             query = _norm_heads(query, layer.query_norm, config.rms_norm_eps, ops)
             key = _norm_heads(key, layer.key_norm, config.rms_norm_eps, ops)
@@ -170,7 +170,7 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress = log_progress,
 ) -> Model:
-    """Load a Hugging Face folder or a GGUF file. Raises ModelError, saying what was found and what is supported."""
+    """Load a Hugging Face folder or a GGUF file. Raises ModelError: what was found, what is supported."""
     device = torch.device(device)
     source: Source = open_source(path)
     chosen = resolve_dtype(dtype, device)

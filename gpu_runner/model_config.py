@@ -1,7 +1,7 @@
-"""What a model is: the numbers of its architecture, read from a Hugging Face `config.json` or from GGUF metadata.
+"""What a model is: the numbers of its architecture, from a Hugging Face `config.json` or from GGUF metadata.
 
-Three families share one decoder (`model.py`): Llama (so Mistral and SmolLM2), Qwen2 (biases on Q, K and V) and Qwen3
-(RMS norm per head on Q and K). What the decoder does not compute is refused here, by name.
+Three families share one decoder (`model.py`): Llama (so Mistral and SmolLM2), Qwen2 (biases on Q, K and V)
+and Qwen3 (RMS norm per head on Q and K). What the decoder does not compute is refused here, by name.
 """
 
 import math
@@ -27,7 +27,7 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched: `linear` divides all by `factor`; `llama3` only the long wavelengths."""
+    """How rotary frequencies are stretched: `linear` divides all by `factor`, `llama3` the low ones."""
 
     kind: str = "none"  # none, linear, llama3
     factor: float = 1.0
@@ -135,7 +135,7 @@ def _hf_sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int, ..
 
 
 def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> ModelConfig:
-    """Read GGUF metadata. `vocab_size` is the embedding's row count; `tied` is whether there is no output matrix."""
+    """Read GGUF metadata. `vocab_size`: the embedding's rows; `tied`: there is no output matrix."""
     name = metadata.get("general.architecture", "none")
     family = GGUF_ARCHITECTURES.get(name)
     if family is None:
@@ -176,7 +176,7 @@ def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool) -> Model
 
 
 def rotary_table(config: ModelConfig, factors: Tensor | None = None) -> Tensor:
-    """float32 `[max_model_len, head_dim]`: cosines, then sines, per position (computed in float32, as everywhere).
+    """float32 `[max_model_len, head_dim]`: per position the cosines, then the sines.
 
     `factors` `[head_dim / 2]` divide the frequencies: a GGUF file holds llama3 scaling as a tensor of these.
     """

@@ -1,8 +1,8 @@
 """The random number of a token: a hash of (seed, choice, position), so that no state has to be kept or moved.
 
 A sequence that is resumed, moved to another runner or run beside others draws the same numbers. The hash is
-splitmix64's finaliser (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014), applied
-once per word.
+the finaliser of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
+2014), applied once per word.
 """
 
 _MASK = (1 << 64) - 1

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy rows by one argmax for all, the others by `choose`, log-probabilities where wanted.
+"""From logits to tokens: greedy rows by one argmax, the others by `choose`, log-probabilities where wanted.
 
 Only rows that ask for something pay for it: a row without temperature, bias and penalties is never copied.
 """

@@ -1,8 +1,8 @@
-"""Weights: from safetensors or GGUF into (fused) tensors of the wanted dtype, filled by threads, each value once.
+"""Weights: from safetensors or GGUF into (fused) tensors of the wanted dtype, filled by threads.
 
-A model first asks for its tensors by their Hugging Face names (`matrix`, `vector`), which only allocates; `fill` then
-reads, dequantises and converts everything in pieces of a million values, so that no second copy of the weights
-ever exists, all cores work, and progress can be shown.
+A model first asks for its tensors by their Hugging Face names (`matrix`, `vector`), which only allocates;
+`fill` then reads, dequantises and converts everything in pieces of a million values, so that no second copy
+of the weights ever exists, all cores work, and progress can be shown.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from gpu_runner.gguf_file import GgufFile, GgufTensor
+from gpu_runner.gguf_file import GgufFile
 from gpu_runner.model_config import ModelConfig, ModelError, default_eos, from_gguf, from_hf
 
 PIECE_VALUES = 1 << 20  # values converted at once by a thread: bounds the memory beside the weights
@@ -47,7 +47,7 @@ class Source(Protocol):
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     files: tuple[Path, ...]  # what the fingerprint covers
-    rope_factors: Tensor | None
+    rope_factors: Tensor | None  # [head_dim / 2], divide the rotary frequencies
 
     def shape(self, name: str) -> tuple[int, ...] | None: ...
 
@@ -59,7 +59,7 @@ class Source(Protocol):
 class SafetensorsSource:
     """A Hugging Face folder: `config.json` and one or many safetensors files."""
 
-    rope_factors = None
+    rope_factors: Tensor | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class SafetensorsSource:
         self.files = (path / "config.json", *weights)
         self._slices: dict[str, Any] = {}
         for file in weights:
-            handle = safe_open(file, framework="pt")
+            handle: Any = safe_open(file, framework="pt")
             self._slices.update((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -94,11 +94,11 @@ class SafetensorsSource:
 
 
 class GgufSource:
-    """A GGUF file. Llama files hold Q and K with the rotary pairs side by side; `read` puts the halves back."""
+    """A GGUF file. Llama files hold Q and K with rotary pairs side by side; `read` puts the halves back."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = (path,)
+        self.files: tuple[Path, ...] = (path,)
         self._file = GgufFile(path)
         self._tensors = {_hugging_face_name(name): item for name, item in self._file.tensors.items()}
         embedding = self._tensors.get("model.embed_tokens.weight")
