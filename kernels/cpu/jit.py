@@ -64,7 +64,9 @@ def parallel(typing_context: Any, gomp: Any, num_threads: Any, function: Any, jo
         context.call_conv.call_function(inner, callee, call.return_type, call.args, [job_copy])
         inner.ret_void()
         pointer = builder.bitcast(slot, byte_pointer)
-        with builder.if_else(builder.icmp_unsigned("==", gomp_address, gomp_address.type(0))) as (alone, pool):
+        no_pool = builder.icmp_unsigned("==", gomp_address, gomp_address.type(0))
+        one_thread = builder.icmp_signed("<=", threads, threads.type(1))
+        with builder.if_else(builder.or_(no_pool, one_thread)) as (alone, pool):
             with alone:
                 builder.call(body, [pointer])
             with pool:
@@ -86,3 +88,28 @@ def next_item(typing_context: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", pointer, ir.IntType(64)(1), "seq_cst")
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def reset(typing_context: Any, counter: Any) -> Any:
+    """Set the shared counter to 0."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(ir.IntType(64)(0), builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+GRAIN = 1 << 15  # elements for which waking a thread pays
+
+
+@jit
+def share_out(counter, threads, rows, elements):
+    """Reset the shared counter; return the threads that `elements` of work pay for, and the items to cut it into.
+
+    Item i covers rows [i · rows // items, (i + 1) · rows // items).
+    """
+    reset(counter)
+    workers = min(threads, 1 + elements // GRAIN)
+    return workers, 1 if workers == 1 else min(rows, 4 * workers)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.exponential import exp
-from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel
+from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, reset
 from kernels.cpu.memory import FLOAT32, INT32, INT64, KINDS, elements, load, size_of, store
 from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, hide_scores, online_softmax
 from kernels.cpu.tile import ROWS, tile_product, transpose
@@ -140,12 +140,10 @@ def run(workspace, workspace_size, gomp, threads, *arguments):
     if needed > workspace_size:
         return needed
     write_pieces(job, plan.pieces, True)
-    counters = elements(INT64, plan.next_item)
-    counters[0] = 0
-    counters[LINE // 8] = 0
-    finished = elements(INT64, plan.finished)
+    reset(plan.next_item)
+    reset(plan.next_thread)
     for i in range(num_pieces * job.num_kv_heads):
-        finished[i] = 0
+        reset(plan.finished + i * 8)
     parallel(gomp, min(threads, num_pieces * job.num_kv_heads), work, (job, plan))
     return needed
 

@@ -5,13 +5,14 @@ import threading
 import torch
 
 
+FIRST_SIZE = 4096  # bytes; holds the counters of the small kernels
+
+
 class Workspace(threading.local):
     """One buffer per calling thread; it grows to the largest size that was asked for and stays."""
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.address = 0
-        self.size = 0
+        self.grow(FIRST_SIZE)
 
     def grow(self, size: int) -> None:
         """Make room for at least `size` bytes, on a 64-byte boundary; what was there is lost."""

@@ -1,0 +1,9 @@
+"""copy_blocks on CPUs (what it does: kernels/reference/copy_blocks.py). A block is one contiguous range: one memcpy."""
+
+from torch import Tensor
+
+
+def copy_blocks(pool: Tensor, pairs: Tensor) -> None:
+    """Copy each pair's source block over its destination block."""
+    for source, destination in pairs.tolist():
+        pool[destination].copy_(pool[source])

@@ -1,0 +1,194 @@
+"""rotary and rotary_store_kv on CPUs (what they compute: kernels/reference/rotary.py).
+
+Tokens are shared out over the threads. `rotary` is `rotary_store_kv` with the key as its own destination and no cache.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
+from kernels.cpu.memory import FLOAT32, INT64, KINDS, elements, load, size_of, store
+from kernels.cpu.store_kv import copy_head
+from kernels.cpu.workspace import WORKSPACE
+
+
+def rotary(query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+    """Rotate every head of `query` and `key` in place."""
+    for heads in (query, key):
+        run_rotary(
+            GOMP_PARALLEL,
+            torch.get_num_threads(),
+            WORKSPACE.address,
+            KINDS[heads.dtype],
+            heads.data_ptr(),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            cos_sin.stride(0),
+            *heads.stride()[:2],
+            *heads.shape,
+        )
+
+
+def rotary_store_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Rotate `query` in place and store the rotated key and the value; `key` itself stays as it was."""
+    run_rotary_store_kv(
+        GOMP_PARALLEL,
+        torch.get_num_threads(),
+        WORKSPACE.address,
+        KINDS[query.dtype],
+        KINDS[key_cache.dtype],
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        slot_mapping.data_ptr(),
+        cos_sin.stride(0),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        query.shape[1],
+        *key.shape,
+        key_cache.shape[2],
+    )
+
+
+class RotaryJob(NamedTuple):
+    """The arguments of one in-place rotation; tensors as addresses, strides in elements."""
+
+    kind: object
+    heads: int
+    positions: int
+    cos_sin: int
+    cos_sin_row: int
+    token: int
+    head: int
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+
+
+@jit
+def run_rotary(gomp, threads, counter, *arguments):
+    """Share the tokens out."""
+    job = RotaryJob(*arguments)
+    work_size = job.num_tokens * job.num_heads * job.head_dim
+    workers, items = share_out(counter, threads, job.num_tokens, work_size)
+    parallel(gomp, workers, rotary_work, (job, counter, items))
+
+
+@jit
+def rotary_work(share):
+    """One thread: take items until none is left."""
+    job, counter, items = share
+    positions = elements(INT64, job.positions)
+    item = next_item(counter)
+    while item < items:
+        for token in range(item * job.num_tokens // items, (item + 1) * job.num_tokens // items):
+            cos_sin = elements(FLOAT32, job.cos_sin + positions[token] * job.cos_sin_row * 4)
+            for head in range(job.num_heads):
+                place = (token * job.token + head * job.head) * size_of(job.kind)
+                heads = elements(job.kind, job.heads + place)
+                rotate(heads, heads, cos_sin, job.head_dim // 2)
+        item = next_item(counter)
+
+
+@jit
+def rotate(source, destination, cos_sin, half):
+    """One head; source and destination are the same or do not overlap."""
+    for i in range(half):
+        first, second = load(source, i), load(source, half + i)
+        cos, sin = cos_sin[i], cos_sin[half + i]
+        store(destination, i, first * cos - second * sin)
+        store(destination, half + i, second * cos + first * sin)
+
+
+class StoreJob(NamedTuple):
+    """The arguments of the fused op; tensors as addresses, strides in elements."""
+
+    kind: object
+    cache_kind: object
+    query: int
+    key: int
+    value: int
+    key_cache: int
+    value_cache: int
+    positions: int
+    cos_sin: int
+    slot_mapping: int
+    cos_sin_row: int
+    query_token: int
+    query_head: int
+    key_token: int
+    key_head: int
+    value_token: int
+    value_head: int
+    key_cache_block: int
+    key_cache_head: int
+    key_cache_slot: int
+    value_cache_block: int
+    value_cache_head: int
+    value_cache_slot: int
+    num_query_heads: int
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    block_size: int
+
+
+@jit
+def run_rotary_store_kv(gomp, threads, counter, *arguments):
+    """Share the tokens out."""
+    job = StoreJob(*arguments)
+    work_size = job.num_tokens * (job.num_query_heads + 2 * job.num_heads) * job.head_dim
+    workers, items = share_out(counter, threads, job.num_tokens, work_size)
+    parallel(gomp, workers, rotary_store_work, (job, counter, items))
+
+
+@jit
+def rotary_store_work(share):
+    """One thread: take items until none is left."""
+    job, counter, items = share
+    positions, slots = elements(INT64, job.positions), elements(INT64, job.slot_mapping)
+    size = size_of(job.kind)
+    item = next_item(counter)
+    while item < items:
+        for token in range(item * job.num_tokens // items, (item + 1) * job.num_tokens // items):
+            cos_sin = elements(FLOAT32, job.cos_sin + positions[token] * job.cos_sin_row * 4)
+            for head in range(job.num_query_heads):
+                place = (token * job.query_token + head * job.query_head) * size
+                query = elements(job.kind, job.query + place)
+                rotate(query, query, cos_sin, job.head_dim // 2)
+            if slots[token] >= 0:
+                rotate_and_store(job, token, slots[token], cos_sin)
+        item = next_item(counter)
+
+
+@jit
+def rotate_and_store(job, token, slot, cos_sin):
+    """Key and value of one token, all heads."""
+    size, cache_size = size_of(job.kind), size_of(job.cache_kind)
+    block = slot // job.block_size
+    offset = slot - block * job.block_size
+    for head in range(job.num_heads):
+        key = elements(job.kind, job.key + (token * job.key_token + head * job.key_head) * size)
+        place = block * job.key_cache_block + head * job.key_cache_head + offset * job.key_cache_slot
+        rotate(key, elements(job.cache_kind, job.key_cache + place * cache_size), cos_sin, job.head_dim // 2)
+        value = elements(job.kind, job.value + (token * job.value_token + head * job.value_head) * size)
+        place = block * job.value_cache_block + head * job.value_cache_head + offset * job.value_cache_slot
+        copy_head(value, elements(job.cache_kind, job.value_cache + place * cache_size), job.head_dim)
