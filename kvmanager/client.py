@@ -202,8 +202,7 @@ class ManagerClient(_Client):
     def receive(self) -> list[Directives | Fenced]:
         """What has come, without waiting. After a `Fenced` nothing comes until `connect` is called again.
 
-        Call it at least every few tenths of a second: it also sends the probe that shows that this process
-        lives.
+        Call it at least a few times per second: it also sends the probe that shows that this process lives.
         """
         messages: list[Any] = []
         while len(messages) < MAX_BATCH:

@@ -20,3 +20,6 @@ class ManagerConfig:
     watermark: float = setting(
         0.01, "share of the pool left free when a request starts while others run", minimum=0.0, maximum=0.5
     )
+    runner_wait: float = setting(
+        30.0, "how long requests wait while there is no runner at all", unit="seconds", minimum=0.0
+    )

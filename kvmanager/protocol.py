@@ -99,9 +99,7 @@ class Choice(Message, frozen=True):
 
 
 class FrontendHello(Message, frozen=True, tag=True):
-    """A frontend registers. `lock` names its file in the pool directory's `locks/`, held for the process's
-    life.
-    """
+    """A frontend registers. `lock` names its file in the pool directory's `locks/`, held while it lives."""
 
     version: int
     name: str

@@ -1,0 +1,32 @@
+"""`python -m kvmanager`: run the KV manager until SIGTERM or SIGINT."""
+
+import logging
+import os
+import sys
+
+from kvmanager.config import ManagerConfig
+from kvmanager.errors import PagekeeperError
+from kvmanager.server import Server
+from kvmanager.settings import load
+
+
+def main() -> int:
+    """0 after a clean end; 1 with one line that says why it cannot run."""
+    config = load(ManagerConfig, "python -m kvmanager", sys.argv[1:], os.environ)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    try:
+        server = Server(config)
+    except PagekeeperError as error:
+        print(f"kvmanager: {error.message}", file=sys.stderr)
+        return 1
+    try:
+        server.run()
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Admission: which waiting request starts next, where, and on which blocks.
+
+Strictly in the queue's order: if the first one does not fit, nobody behind it starts, so that none starves.
+A request starts with all its sequences or not at all; until everything is known to be there, nothing is
+changed.
+"""
+
+from dataclasses import dataclass
+
+from kvmanager.block_pool import CACHED, BlockPool
+from kvmanager.block_table import Sequence
+from kvmanager.clients import Runner
+from kvmanager.protocol import Rejected, SequenceStart, Start
+from kvmanager.requests import ActiveStart, Group, Request, RequestState
+from kvmanager.state import State
+
+MAX_BACKOFF = 4  # preemptions after which the room asked for a restart no longer grows
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a start would take: for each group the blocks that are hits, and how many fresh ones."""
+
+    hits: tuple[list[int], ...]
+    new_blocks: int
+    cached_hits: int  # distinct hits that nobody holds: reusing them takes them from what is available
+
+
+def plan_start(pool: BlockPool, request: Request) -> Plan:
+    """Look everything up; changes nothing."""
+    read = request.submit.read_cache
+    hits = tuple(group.lookup(pool, request.salt) if read else [] for group in request.groups)
+    total = sum(-(-len(group.tokens) // pool.block_size) for group in request.groups)
+    unheld = {block for found in hits for block in found if pool.state[block] is CACHED}
+    return Plan(hits, total - sum(map(len, hits)), len(unheld))
+
+
+def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size: int) -> int:
+    """Blocks of a request at its longest. Choices share full prompt blocks; the last token needs none."""
+    shared = num_prompt // block_size
+    each = -(-(num_prompt + max_tokens - 1) // block_size)
+    return shared + num_choices * (each - shared)
+
+
+def why_it_never_fits(state: State, request: Request) -> str:
+    """The reason with its numbers, or an empty string. Runners' limits are known while there are any."""
+    submit = request.submit
+    num_prompt, max_tokens, num_choices = len(request.prompt), submit.sampling.max_tokens, len(submit.choices)
+    if state.pool is not None:
+        size = state.pool.block_size
+        needed = blocks_needed(num_prompt, max_tokens, num_choices, size)
+        if needed > state.pool.num_blocks:
+            return (
+                f"the request needs {needed} blocks of {size} tokens ({num_prompt} prompt tokens, "
+                f"max_tokens {max_tokens}, {num_choices} choices) and the pool has {state.pool.num_blocks}; "
+                "ask for fewer tokens, or start with larger pool_bytes"
+            )
+    if state.runners:
+        longest = max(runner.hello.max_model_len for runner in state.runners)
+        if num_prompt + max_tokens > longest:
+            return (
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}, "
+                f"and the model takes {longest}; ask for fewer tokens"
+            )
+        widest = max(runner.hello.max_num_seqs for runner in state.runners)
+        if num_choices > widest:
+            return f"{num_choices} choices are more than the {widest} sequences of a runner; ask for fewer"
+    return ""
+
+
+def pick_runner(state: State, request: Request) -> Runner | None:
+    """The least loaded runner that has room for all choices and takes that many tokens."""
+    num_choices = request.num_choices
+    length = len(request.prompt) + request.submit.sampling.max_tokens
+    able = [
+        runner
+        for runner in state.runners
+        if runner.free_seats() >= num_choices and runner.hello.max_model_len >= length
+    ]
+    return min(able, key=lambda runner: runner.seats, default=None)
+
+
+def headroom(state: State, pool: BlockPool, request: Request) -> int:
+    """Blocks that must stay available beside those of this start, so that running sequences can grow.
+
+    A request that was preempted asks for a block per running sequence and preemption, so that it is not
+    preempted again at once. With nothing running nobody else needs room.
+    """
+    seats = sum(runner.seats for runner in state.runners)
+    if not seats:
+        return 0
+    return int(state.policy.watermark * pool.num_blocks) + seats * min(request.preemptions, MAX_BACKOFF)
+
+
+def admit(state: State) -> None:
+    """Start requests from the head of the queue for as long as the first one fits."""
+    state.admission_due = False
+    pool = state.pool
+    while pool is not None and len(state.waiting):
+        request = state.waiting.first
+        if reason := why_it_never_fits(state, request):
+            reject_waiting(state, request, "can_never_fit", reason)
+            continue
+        runner = pick_runner(state, request)
+        if runner is None:
+            return
+        plan = plan_start(pool, request)
+        room = pool.available - (plan.cached_hits if pool.may_evict else 0)
+        if plan.new_blocks + headroom(state, pool, request) > room:
+            if room + plan.cached_hits < pool.num_blocks:
+                return
+            reason = f"to go on it needs {plan.new_blocks} more blocks, and the pool has {pool.num_blocks}"
+            reject_waiting(state, request, "can_never_fit", reason)
+            continue
+        start(state, pool, request, runner, plan)
+
+
+def reject_waiting(state: State, request: Request, code: str, message: str, retry_after: float = 0.0) -> None:
+    """Drop a request that waits, and say why."""
+    state.forget(request)
+    state.counters.rejected += 1
+    submit = request.submit
+    state.send(request.frontend, Rejected(submit.request_id, submit.attempt, code, message, retry_after))
+
+
+def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan: Plan) -> None:
+    """Take the blocks and tell the runner. Hits are held before any is granted: none is evicted for it."""
+    state.waiting.remove(request)
+    request.state = RequestState.RUNNING
+    state.last_start_id += 1
+    active = ActiveStart(state.last_start_id, request, runner)
+    request.active = active
+    runner.active[active.start_id] = active
+    runner.seats += request.num_choices
+    for group, hits in zip(request.groups, plan.hits, strict=True):
+        sequence = begin(active, group, pool)
+        sequence.reuse(pool, hits)
+        active.sequences[sequence.choice] = sequence
+    count_lookup(state, request, plan, pool.block_size)
+    starts = []
+    for group, sequence in zip(request.groups, active.sequences.values(), strict=True):
+        sequence.grow(pool, -(-len(group.tokens) // pool.block_size))
+        table = tuple(pool.ref(block) for block in sequence.table)
+        starts.append(
+            SequenceStart(sequence.choice, group.output, table, sequence.num_computed, sequence.pending_forks)
+        )
+    submit = request.submit
+    runner.outbox.starts.append(
+        Start(
+            active.start_id,
+            submit.request_id,
+            submit.attempt,
+            request.frontend.hello.token_endpoint,
+            submit.prompt_token_ids,
+            submit.sampling,
+            tuple(starts),
+        )
+    )
+
+
+def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:
+    """The sequence of a group, without blocks yet."""
+    return Sequence(
+        active.runner.owner_tag,
+        active.start_id,
+        group.choices[0],
+        group.tokens[:],
+        active.request.salt,
+        pool.root,
+        group.choices[1:],
+    )
+
+
+def count_lookup(state: State, request: Request, plan: Plan, block_size: int) -> None:
+    """Once per request, however often it waited, was preempted or resubmitted."""
+    if request.submit.read_cache and not request.counted:
+        state.counters.prefix_cache_queries += len(request.prompt)
+        state.counters.prefix_cache_hits += min(len(plan.hits[0]) * block_size, len(request.prompt))
+    request.counted = True

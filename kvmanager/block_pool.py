@@ -1,0 +1,241 @@
+"""Block pool: the life of every block, from free over granted and sealed to cached, and back.
+
+    FREE ──grant──▶ RESERVED ──seal──▶ SEALED ──last release──▶ CACHED ──evict──▶ FREE
+     ▲                 │ release          ▲──────────hold──────────┘
+     └─────────────────┴── QUARANTINED (a writer that may still live)
+
+Everything about a block is in parallel lists indexed by its id. Each change of state is one method here; it
+keeps the queues, the index, the ledger and the reference count in step, and notes the block in `changed`:
+its record must be written before any message that depends on it leaves.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+from kvmanager.free_queue import FreeQueue
+from kvmanager.hashing import NO_SALT, TOKEN_BYTES, block_hash, root_hash
+from kvmanager.ledger import Holder, Ledger
+from kvmanager.prefix_index import PrefixIndex
+from kvmanager.protocol import BlockRef, Layout, PoolStats
+
+NO_OWNER = bytes(8)
+NO_HASH = b""
+
+
+class BlockState(IntEnum):
+    """Where a block is in its life; the value is what its record says."""
+
+    FREE = 0
+    RESERVED = 1
+    SEALED = 2
+    CACHED = 3
+    QUARANTINED = 4
+
+
+FREE, RESERVED, SEALED, CACHED, QUARANTINED = BlockState
+
+
+class BlockRecord(NamedTuple):
+    """What `blocks.meta` keeps of a block. CACHED is SEALED here; the others have no hashes or tokens."""
+
+    state: BlockState
+    generation: int
+    owner_tag: bytes  # 8 bytes: who may write it while RESERVED
+    block_hash: bytes
+    parent_hash: bytes
+    salt: bytes
+    tokens: bytes  # packed
+    sealed_at: float  # seconds, CLOCK_MONOTONIC
+
+
+class BlockPool:
+    """All blocks of one layout. New: every block is free."""
+
+    __slots__ = (
+        "block_hash",
+        "block_size",
+        "cached",
+        "changed",
+        "counts",
+        "evictions",
+        "free",
+        "generation",
+        "index",
+        "layout",
+        "ledger",
+        "may_evict",
+        "num_blocks",
+        "owner_tag",
+        "parent_hash",
+        "ref_count",
+        "root",
+        "salt",
+        "sealed_at",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, num_blocks: int, layout: Layout) -> None:
+        self.num_blocks = num_blocks
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.root = root_hash(layout)
+        self.state: list[BlockState] = [FREE] * num_blocks
+        self.generation = [0] * num_blocks
+        self.ref_count = [0] * num_blocks
+        self.owner_tag = [NO_OWNER] * num_blocks
+        self.block_hash = [NO_HASH] * num_blocks
+        self.parent_hash = [NO_HASH] * num_blocks
+        self.salt = [NO_SALT] * num_blocks
+        self.tokens = [b""] * num_blocks
+        self.sealed_at = [0.0] * num_blocks
+        self.free = FreeQueue(num_blocks)
+        self.cached = FreeQueue(num_blocks)
+        self.index = PrefixIndex()
+        self.ledger = Ledger()
+        self.counts = [num_blocks, 0, 0, 0, 0]
+        self.changed: set[int] = set()
+        self.may_evict = True
+        """False while processes of an earlier start may still read blocks that only look unused."""
+        self.evictions = 0
+        for block in range(num_blocks):
+            self.free.append(block)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be granted now."""
+        return len(self.free) + (len(self.cached) if self.may_evict else 0)
+
+    def ref(self, block: int) -> BlockRef:
+        return (block, self.generation[block])
+
+    def grant(self, holder: Holder) -> int:
+        """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
+        not be 0.
+        """
+        if not len(self.free):
+            assert self.may_evict, "no block may be evicted now"
+            self._evict(self.cached.pop())
+        block = self.free.pop()
+        self.generation[block] += 1
+        self.owner_tag[block] = holder.owner_tag
+        self._move(block, RESERVED)
+        self._add_holder(block, holder)
+        self.changed.add(block)
+        return block
+
+    def seal(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
+        """The block is full and never written again: from now on it is found. Returns its hash."""
+        assert self.state[block] is RESERVED
+        assert len(tokens) == self.block_size * TOKEN_BYTES
+        digest = block_hash(parent_hash, tokens, salt)
+        self.block_hash[block] = digest
+        self.parent_hash[block] = parent_hash
+        self.tokens[block] = tokens
+        self.salt[block] = salt
+        self.sealed_at[block] = now
+        self._move(block, SEALED)
+        self.index.add(digest, block)
+        self.changed.add(block)
+        return digest
+
+    def find(self, digest: bytes, parent_hash: bytes, tokens: bytes) -> int | None:
+        """The block with this content. What it holds is compared too: a hash alone is never trusted."""
+        block = self.index.find(digest)
+        if block is None or self.tokens[block] != tokens or self.parent_hash[block] != parent_hash:
+            return None
+        return block
+
+    def hold(self, block: int, holder: Holder) -> None:
+        """One more holder of a block that is in use or cached."""
+        if self.state[block] is CACHED:
+            self.cached.remove(block)
+            self._move(block, SEALED)
+        assert self.state[block] is not FREE, f"block {block} is free: grant it"
+        self._add_holder(block, holder)
+
+    def transfer(self, block: int, holder: Holder, successor: Holder) -> None:
+        """`successor` holds the block instead of `holder`; nothing else changes."""
+        self.ledger.replace(block, holder, successor)
+
+    def release(self, block: int, holder: Holder) -> None:
+        """`holder` no longer needs the block. After the last one it is cached if it is sealed, else free."""
+        self.ledger.remove(block, holder)
+        self.ref_count[block] -= 1
+        if self.ref_count[block] > 0:
+            return
+        if self.state[block] is SEALED:
+            self._move(block, CACHED)
+            self.cached.append(block)
+        else:
+            self._move(block, FREE)
+            self.owner_tag[block] = NO_OWNER
+            self.free.append(block)
+            self.changed.add(block)
+
+    def quarantine(self, block: int) -> None:
+        """Its writer was told to stop but may not have: it stays out of use until its holder releases it."""
+        assert self.state[block] is RESERVED
+        self._move(block, QUARANTINED)
+
+    def restore(self, block: int, record: BlockRecord) -> None:
+        """At start: take a sealed block over from its record as cached; it must still be new."""
+        assert self.state[block] is FREE
+        assert record.state is SEALED
+        self.free.remove(block)
+        self.block_hash[block] = record.block_hash
+        self.parent_hash[block] = record.parent_hash
+        self.tokens[block] = record.tokens
+        self.salt[block] = record.salt
+        self.sealed_at[block] = record.sealed_at
+        self._move(block, CACHED)
+        self.index.add(record.block_hash, block)
+        self.cached.append(block)
+
+    def restore_quarantined(self, block: int, holder: Holder) -> None:
+        """At start: a block that a process of an earlier start may still write; it must still be new."""
+        self.free.remove(block)
+        self.owner_tag[block] = holder.owner_tag
+        self._move(block, QUARANTINED)
+        self._add_holder(block, holder)
+
+    def record(self, block: int) -> BlockRecord:
+        """What to write for this block; a QUARANTINED one is RESERVED to its writer."""
+        state = self.state[block]
+        if state is SEALED or state is CACHED:
+            return BlockRecord(
+                SEALED,
+                self.generation[block],
+                NO_OWNER,
+                self.block_hash[block],
+                self.parent_hash[block],
+                self.salt[block],
+                self.tokens[block],
+                self.sealed_at[block],
+            )
+        kept = FREE if state is FREE else RESERVED
+        return BlockRecord(
+            kept, self.generation[block], self.owner_tag[block], NO_HASH, NO_HASH, NO_SALT, b"", 0.0
+        )
+
+    def statistics(self) -> PoolStats:
+        """Blocks by state."""
+        return PoolStats(self.num_blocks, self.block_size, *self.counts)
+
+    def _evict(self, block: int) -> None:
+        self.index.remove(self.block_hash[block], block)
+        self.block_hash[block] = self.parent_hash[block] = NO_HASH
+        self.tokens[block] = self.salt[block] = b""
+        self._move(block, FREE)
+        self.free.append(block)
+        self.changed.add(block)
+        self.evictions += 1
+
+    def _add_holder(self, block: int, holder: Holder) -> None:
+        self.ledger.add(block, holder)
+        self.ref_count[block] += 1
+
+    def _move(self, block: int, state: BlockState) -> None:
+        self.counts[self.state[block]] -= 1
+        self.counts[state] += 1
+        self.state[block] = state

@@ -1,0 +1,92 @@
+"""A running sequence as the manager sees it: its tokens so far as reported, its block table, and what is
+sealed of it.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from kvmanager.block_pool import BlockPool
+from kvmanager.ledger import Holder
+
+
+class Sequence(Holder):
+    """One token stream of a started request. `table[i]` holds tokens [i·block_size, (i+1)·block_size).
+
+    Blocks before `num_sealed` are sealed, the others are being written by the runner alone.
+    """
+
+    __slots__ = (
+        "choice",
+        "last_hash",
+        "num_computed",
+        "num_sealed",
+        "pending_forks",
+        "salt",
+        "start_id",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        owner_tag: bytes,
+        start_id: int,
+        choice: int,
+        tokens: "array[int]",
+        salt: bytes,
+        root: bytes,
+        pending_forks: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(owner_tag)
+        self.start_id = start_id
+        self.choice = choice
+        self.tokens = tokens
+        self.salt = salt
+        self.table: list[int] = []
+        self.num_sealed = 0  # blocks
+        self.num_computed = 0  # tokens
+        self.last_hash = root  # of block num_sealed - 1
+        self.pending_forks = pending_forks
+
+    def describe(self) -> str:
+        return f"sequence {self.choice} of start {self.start_id}"
+
+    def reuse(self, pool: BlockPool, hits: Iterable[int]) -> None:
+        """Begin the table with sealed blocks that hold the first tokens."""
+        assert not self.table
+        for block in hits:
+            pool.hold(block, self)
+            self.table.append(block)
+            self.last_hash = pool.block_hash[block]
+        self.num_sealed = len(self.table)
+        self.num_computed = self.num_sealed * pool.block_size
+
+    def grow(self, pool: BlockPool, num_blocks: int) -> None:
+        """Grant fresh blocks until the table has `num_blocks`."""
+        while len(self.table) < num_blocks:
+            self.table.append(pool.grant(self))
+
+    def advance(self, pool: BlockPool, new_token_ids: Iterable[int], num_computed: int, now: float) -> None:
+        """The runner has more tokens, and their KV up to `num_computed`: seal the blocks that are full."""
+        self.tokens.extend(new_token_ids)
+        self.num_computed = num_computed
+        size = pool.block_size
+        for index in range(self.num_sealed, num_computed // size):
+            tokens = self.tokens[index * size : (index + 1) * size].tobytes()
+            self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now)
+            self.num_sealed += 1
+
+    def fork(self, pool: BlockPool, choice: int) -> "Sequence":
+        """A sequence that shares the whole table, and the tokens as far as they were reported."""
+        child = Sequence(self.owner_tag, self.start_id, choice, self.tokens[:], self.salt, self.last_hash)
+        for block in self.table:
+            pool.hold(block, child)
+        child.table = self.table[:]
+        child.num_sealed = self.num_sealed
+        child.num_computed = self.num_computed
+        return child
+
+    def release(self, pool: BlockPool) -> None:
+        """Let go of every block, the last one first: so a chain is evicted from its tail."""
+        while self.table:
+            pool.release(self.table.pop(), self)

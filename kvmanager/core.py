@@ -1,0 +1,159 @@
+"""The manager's core: a synchronous function of what it knows, the time and one event. No sockets, clocks or
+files.
+
+    effects = core.handle(now, client_id, message)      a message under a session
+    answer, effects = core.hello(now, hello)            a Hello
+    effects = core.process_died(now, lock)              a process no longer holds its lock
+    effects = core.tick(now)                            time passes
+
+The caller carries effects out in their order: records, then messages, then sessions that ended.
+"""
+
+from collections.abc import Callable
+
+from kvmanager import admission, pressure, reports, sessions, submissions
+from kvmanager.block_pool import BlockPool
+from kvmanager.clients import Frontend, Quarantine, Runner
+from kvmanager.introspection import statistics
+from kvmanager.protocol import (
+    Cancel,
+    Draining,
+    Hello,
+    Layout,
+    Ready,
+    Refused,
+    StatsQuery,
+    StepReport,
+    Submit,
+    ToManager,
+    Welcome,
+)
+from kvmanager.state import Effects, Policy, State
+
+
+class Core:
+    """One start of the manager. It has no pool until `attach`, before the first runner's Hello."""
+
+    def __init__(self, boot_id: str, pool_directory: str, policy: Policy, now: float) -> None:
+        self.state = State(boot_id, policy, now)
+        self._pool_directory = pool_directory
+
+    def attach(
+        self, pool: BlockPool, quarantines: tuple[Quarantine, ...] = (), survivors: tuple[str, ...] = ()
+    ) -> None:
+        """Use this pool. `survivors`: locks of processes that were there before this start and have not said
+        Hello.
+
+        Until they do, or die, they may read any block that only looks unused: nothing is evicted meanwhile.
+        """
+        state = self.state
+        assert state.pool is None
+        state.pool = pool
+        state.quarantines = {quarantine.lock: quarantine for quarantine in quarantines}
+        state.survivors = set(survivors)
+        pool.may_evict = not survivors
+
+    @property
+    def layout(self) -> Layout | None:
+        """The pool's layout, or None while there is none."""
+        return self.state.pool.layout if self.state.pool else None
+
+    def refusal(self, hello: Hello) -> Refused | None:
+        """Why this Hello cannot be served, or None. Changes nothing."""
+        return sessions.refusal(self.state, hello)
+
+    def hello(self, now: float, hello: Hello) -> tuple[Welcome | Refused, Effects]:
+        """Register a client. For a runner the pool must be attached."""
+        refused = self.refusal(hello)
+        if refused is not None:
+            return refused, self._effects()
+        answer = sessions.welcome(self.state, hello, self._pool_directory, now)
+        return answer, self._settle(now)
+
+    def handle(self, now: float, client_id: int, message: ToManager | None) -> Effects:
+        """A message under the session of `client_id`, which must be registered; None is a probe.
+
+        One that this kind of client does not send is dropped and counted.
+        """
+        client = self.state.clients[client_id]
+        if isinstance(client, Runner):
+            client.last_heard = now
+        if message is not None:
+            client.touched = True
+            self._dispatch(now, client, message)
+        return self._settle(now)
+
+    def process_died(self, now: float, lock: str) -> Effects:
+        """The process that held `lock` is gone (or its Hello replaced it). Unknown ones are ignored."""
+        sessions.gone(self.state, lock, now)
+        return self._settle(now)
+
+    def tick(self, now: float) -> Effects:
+        """Called regularly, a few times per second or more."""
+        state = self.state
+        if state.runners:
+            state.last_runner_seen = now
+        elif now - state.last_runner_seen >= state.policy.runner_wait:
+            reason = submissions.no_runner(state)
+            for request in list(state.waiting):
+                admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)
+        return self._settle(now)
+
+    def count_dropped(self) -> None:
+        """A frame came that is no message."""
+        self.state.counters.dropped_messages += 1
+
+    def _dispatch(self, now: float, client: Frontend | Runner, message: ToManager) -> None:
+        state = self.state
+        match client, message:
+            case Runner(), StepReport():
+                self._report(now, client, message)
+            case Frontend(), Submit():
+                submissions.submit(state, client, message, now)
+            case Frontend(), Cancel():
+                submissions.cancel(state, client, message)
+            case Frontend(), StatsQuery():
+                state.send(client, statistics(state, message.query_id, now))
+            case Runner(), Ready():
+                client.ready = True
+                state.admission_due = True
+            case Runner(), Draining():
+                client.draining = True
+            case _:
+                self.count_dropped()
+
+    def _report(self, now: float, runner: Runner, report: StepReport) -> None:
+        pool = self.state.pool
+        assert pool is not None
+        try:
+            reports.ReportCheck(runner, pool).check(report)
+        except reports.InvalidReport as fault:
+            self.on_fault(f"runner {runner.hello.name!r} is fenced: {fault}")
+            sessions.fence(self.state, runner, now)
+        else:
+            reports.apply(self.state, runner, report, pool, now)
+
+    on_fault: Callable[[str], None] = staticmethod(lambda reason: None)
+    """Told why a runner is fenced."""
+
+    def _settle(self, now: float) -> Effects:
+        """After every event: credits for running sequences first, then new starts, then room is made."""
+        state = self.state
+        if state.pool is not None:
+            pressure.grant_credits(state, state.pool)
+            if state.admission_due:
+                admission.admit(state)
+            pressure.relieve(state, state.pool, now)
+        return self._effects()
+
+    def _effects(self) -> Effects:
+        state = self.state
+        for runner in state.runners:
+            directives = runner.outbox.take()
+            if directives is not None:
+                state.send(runner, directives)
+        effects = state.effects
+        if state.pool is not None:
+            effects.records, state.pool.changed = state.pool.changed, set()
+        state.effects = Effects()
+        return effects

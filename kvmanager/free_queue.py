@@ -1,0 +1,61 @@
+"""A queue of blocks with removal from the middle: first in, first out, every operation in constant time.
+
+A linked list over block ids in two arrays, with one more entry as its head. The pool has two: blocks that
+are free, and cached blocks in the order in which they will be evicted.
+"""
+
+from collections.abc import Iterator
+
+_ABSENT = -1
+
+
+class FreeQueue:
+    """Blocks 0 .. num_blocks - 1, each at most once."""
+
+    __slots__ = ("_head", "_length", "_next", "_previous")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._head = num_blocks
+        self._next = [_ABSENT] * num_blocks + [num_blocks]
+        self._previous = [_ABSENT] * num_blocks + [num_blocks]
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __contains__(self, block: int) -> bool:
+        return self._next[block] != _ABSENT
+
+    def __iter__(self) -> Iterator[int]:
+        """First to last; do not change the queue meanwhile."""
+        block = self._next[self._head]
+        while block != self._head:
+            yield block
+            block = self._next[block]
+
+    def append(self, block: int) -> None:
+        """Add `block` as the last; it must not be in the queue."""
+        assert self._next[block] == _ABSENT, f"block {block} is already in the queue"
+        last = self._previous[self._head]
+        self._next[last] = block
+        self._previous[block] = last
+        self._next[block] = self._head
+        self._previous[self._head] = block
+        self._length += 1
+
+    def remove(self, block: int) -> None:
+        """Take `block` out; it must be in the queue."""
+        following = self._next[block]
+        assert following != _ABSENT, f"block {block} is not in the queue"
+        preceding = self._previous[block]
+        self._next[preceding] = following
+        self._previous[following] = preceding
+        self._next[block] = self._previous[block] = _ABSENT
+        self._length -= 1
+
+    def pop(self) -> int:
+        """Take out the first; the queue must not be empty."""
+        block = self._next[self._head]
+        assert block != self._head, "the queue is empty"
+        self.remove(block)
+        return block

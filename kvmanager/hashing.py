@@ -1,0 +1,58 @@
+"""Block hashes: which content a block holds, equal in every process and at every start.
+
+    block_hash = SHA-256(parent_hash ‖ fields)
+    field      = tag (1 byte) ‖ length (4 bytes, little-endian) ‖ value
+    fields     = "T" tokens (4 bytes each, little-endian), then "S" SHA-256 of the cache salt if there is one
+
+The parent of a sequence's first block is the root: the layout's fingerprint. A field that is absent is left
+out, so that new fields (an adapter, say) leave the hashes of those who do not use them as they are.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from hashlib import sha256
+
+from kvmanager.protocol import Layout
+
+HASH_BYTES = 32
+TOKEN_BYTES = 4
+NO_SALT = b""
+
+assert (sys.byteorder, array("I").itemsize) == ("little", TOKEN_BYTES), (
+    "tokens are hashed as they lie in memory"
+)
+
+
+def token_array(token_ids: Iterable[int]) -> "array[int]":
+    """Raises OverflowError for an id outside 0 .. 2**32-1."""
+    return array("I", token_ids)
+
+
+def field(tag: bytes, value: bytes) -> bytes:
+    """One tagged, length-prefixed field."""
+    return tag + len(value).to_bytes(4, "little") + value
+
+
+def salt_digest(cache_salt: str) -> bytes:
+    """32 bytes that stand for a salt wherever it is kept; empty for no salt."""
+    return sha256(cache_salt.encode()).digest() if cache_salt else NO_SALT
+
+
+def root_hash(layout: Layout) -> bytes:
+    """The parent of every first block: two layouts never share a hash."""
+    values = (
+        layout.model,
+        layout.dtype,
+        layout.block_size,
+        layout.num_layers,
+        layout.num_kv_heads,
+        layout.head_dim,
+    )
+    return sha256(b"".join(field(b"L", str(value).encode()) for value in values)).digest()
+
+
+def block_hash(parent_hash: bytes, tokens: bytes, salt: bytes) -> bytes:
+    """`tokens`: the block's token ids, packed; `salt`: from `salt_digest`."""
+    prefix = parent_hash + b"T" + len(tokens).to_bytes(4, "little")
+    return sha256(prefix + tokens + (field(b"S", salt) if salt else b"")).digest()

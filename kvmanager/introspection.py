@@ -1,0 +1,33 @@
+"""What can be asked: frozen answers about the state."""
+
+from kvmanager.protocol import PoolStats, RunnerStats, Stats
+from kvmanager.state import State
+
+
+def statistics(state: State, query_id: int, now: float) -> Stats:
+    """Gauges and counters of the whole manager."""
+    counters = state.counters
+    return Stats(
+        query_id=query_id,
+        pool=state.pool.statistics() if state.pool else PoolStats(0, 0, 0, 0, 0, 0, 0),
+        runners=tuple(
+            RunnerStats(
+                name=runner.hello.name,
+                client_id=runner.client_id,
+                ready=runner.ready,
+                draining=runner.draining,
+                running=sum(len(active.sequences) for active in runner.active.values()),
+                credits=len(runner.credits),
+                last_report_age=now - runner.last_heard,
+            )
+            for runner in state.runners
+        ),
+        waiting=len(state.waiting),
+        running=sum(len(runner.active) for runner in state.runners),
+        prefix_cache_queries=counters.prefix_cache_queries,
+        prefix_cache_hits=counters.prefix_cache_hits,
+        preemptions=counters.preemptions,
+        evictions=state.pool.evictions if state.pool else 0,
+        rejected=counters.rejected,
+        dropped_messages=counters.dropped_messages,
+    )

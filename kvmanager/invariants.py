@@ -1,0 +1,135 @@
+"""The audit: everything that must be true between any two events. Slow, and free of side effects."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvmanager.block_pool import CACHED, FREE, QUARANTINED, RESERVED, SEALED, BlockPool
+from kvmanager.block_table import Sequence
+from kvmanager.clients import Frontend
+from kvmanager.hashing import TOKEN_BYTES, block_hash
+from kvmanager.ledger import Holder
+from kvmanager.requests import RequestState, StartState
+from kvmanager.state import MAX_REMEMBERED, State
+
+
+def audit(state: State) -> list[str]:
+    """What is violated, one line each; empty when all is well."""
+    return [*_pool(state), *_sessions(state), *_requests(state)]
+
+
+def _pool(state: State) -> Iterator[str]:
+    pool = state.pool
+    if pool is None:
+        return
+    counted = Counter(pool.state)
+    for kind in (FREE, RESERVED, SEALED, CACHED, QUARANTINED):
+        if counted[kind] != pool.counts[kind]:
+            yield f"{counted[kind]} blocks are {kind.name} and {pool.counts[kind]} are counted"
+    free, cached = set(pool.free), set(pool.cached)
+    held = dict(pool.ledger.items())
+    for block in range(pool.num_blocks):
+        kind = pool.state[block]
+        if (block in free) != (kind is FREE) or (block in cached) != (kind is CACHED):
+            yield f"block {block} is {kind.name} and in the wrong queue"
+        if pool.ref_count[block] != (holders := len(held.get(block, ()))):
+            yield f"block {block} counts {pool.ref_count[block]} references and {holders} holders"
+        if (pool.ref_count[block] == 0) != (kind in (FREE, CACHED)):
+            yield f"block {block} is {kind.name} with {pool.ref_count[block]} references"
+    yield from _index(pool)
+    yield from _ledger(state, held)
+    if pool.may_evict != (not state.survivors):
+        yield f"may_evict is {pool.may_evict} with survivors {sorted(state.survivors)}"
+
+
+def _index(pool: BlockPool) -> Iterator[str]:
+    indexed = {block: digest for digest, blocks in pool.index.entries().items() for block in blocks}
+    for block in range(pool.num_blocks):
+        sealed = pool.state[block] in (SEALED, CACHED)
+        if sealed != (block in indexed) or (sealed and indexed[block] != pool.block_hash[block]):
+            yield f"block {block} is {pool.state[block].name} and the index says otherwise"
+        if not sealed and (pool.block_hash[block] or pool.tokens[block]):
+            yield f"block {block} is {pool.state[block].name} and has a hash or tokens"
+        if sealed:
+            digest = block_hash(pool.parent_hash[block], pool.tokens[block], pool.salt[block])
+            if digest != pool.block_hash[block] or len(pool.tokens[block]) != pool.block_size * TOKEN_BYTES:
+                yield f"block {block} has a hash that is not that of its content"
+
+
+def _ledger(state: State, held: dict[int, tuple[Holder, ...]]) -> Iterator[str]:
+    """The ledger says what tables, credits and quarantines say, and nobody else holds anything."""
+    expected: dict[int, list[Holder]] = {}
+    for runner in state.runners:
+        for block in runner.credits:
+            expected.setdefault(block, []).append(runner)
+    for active in state.actives():
+        for sequence in active.sequences.values():
+            for block in sequence.table:
+                expected.setdefault(block, []).append(sequence)
+    for quarantine in state.quarantines.values():
+        for block in quarantine.blocks:
+            expected.setdefault(block, []).append(quarantine)
+    for block in sorted(held.keys() | expected.keys()):
+        listed, wanted = held.get(block, ()), expected.get(block, [])
+        if len(listed) != len(wanted) or set(listed) != set(wanted):
+            names = [holder.describe() for holder in listed]
+            yield f"block {block} is held by {names} and wanted by {[holder.describe() for holder in wanted]}"
+
+
+def _sessions(state: State) -> Iterator[str]:
+    if set(state.by_lock.values()) != set(state.clients.values()):
+        yield "clients by lock are not the clients"
+    runners = {client for client in state.clients.values() if not isinstance(client, Frontend)}
+    if set(state.runners) != runners or len(state.runners) != len(runners):
+        yield "the runners are not the clients that are runners"
+    for runner in state.runners:
+        seats = sum(1 + len(s.pending_forks) for a in runner.active.values() for s in a.sequences.values())
+        if runner.seats != seats:
+            yield f"runner {runner.client_id} counts {runner.seats} seats and has {seats}"
+        for active in runner.active.values():
+            for sequence in active.sequences.values():
+                yield from _sequence(state, sequence)
+
+
+def _sequence(state: State, sequence: Sequence) -> Iterator[str]:
+    pool = state.pool
+    assert pool is not None
+    size = pool.block_size
+    if sequence.num_sealed != sequence.num_computed // size:
+        yield f"{sequence.describe()}: {sequence.num_sealed} blocks sealed of {sequence.num_computed} tokens"
+    digest = pool.root
+    for index, block in enumerate(sequence.table):
+        if index >= sequence.num_sealed:
+            if pool.state[block] is not RESERVED:
+                yield f"{sequence.describe()} writes block {block}, which is {pool.state[block].name}"
+            continue
+        packed = sequence.tokens[index * size : (index + 1) * size].tobytes()
+        if (
+            pool.state[block] is not SEALED
+            or pool.tokens[block] != packed
+            or pool.parent_hash[block] != digest
+        ):
+            yield f"{sequence.describe()} reads block {block}, which does not hold its tokens"
+        digest = pool.block_hash[block]
+    if sequence.last_hash != digest:
+        yield f"{sequence.describe()} continues another chain than its table's"
+
+
+def _requests(state: State) -> Iterator[str]:
+    waiting = list(state.waiting)
+    if [request.order for request in waiting] != sorted(request.order for request in waiting):
+        yield "the queue is not in order"
+    for request in waiting:
+        if request.state is not RequestState.WAITING or request.active is not None:
+            yield f"request {request.submit.request_id} waits and is {request.state.name}"
+    for client in state.clients.values():
+        for key, request in client.requests.items() if isinstance(client, Frontend) else ():
+            placed = request in waiting if request.active is None else request.active in state.actives()
+            known = key == request.submit.request_id and request.frontend is client
+            if request.state is RequestState.GONE or not placed or not known:
+                yield f"request {key} is {request.state.name} and in the wrong place"
+    for active in state.actives():
+        live = active.request.state is RequestState.RUNNING and active.request.active is active
+        if not active.sequences or (active.state is not StartState.CANCELLING and not live):
+            yield f"start {active.start_id} is {active.state.name} and has nothing to run"
+    if len(state.gone) > MAX_REMEMBERED:
+        yield f"{len(state.gone)} requests are remembered"

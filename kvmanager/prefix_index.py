@@ -1,0 +1,46 @@
+"""Prefix index: block hash → block. Several blocks may hold the same content; one of them is primary and is
+found.
+"""
+
+
+class PrefixIndex:
+    """Every sealed or cached block is here exactly once, as primary or as copy."""
+
+    __slots__ = ("_copies", "_primary")
+
+    def __init__(self) -> None:
+        self._primary: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}
+
+    def __len__(self) -> int:
+        """Distinct contents."""
+        return len(self._primary)
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The primary block with this content, or None."""
+        return self._primary.get(block_hash)
+
+    def add(self, block_hash: bytes, block: int) -> None:
+        if block_hash in self._primary:
+            self._copies.setdefault(block_hash, []).append(block)
+        else:
+            self._primary[block_hash] = block
+
+    def remove(self, block_hash: bytes, block: int) -> bool:
+        """Forget `block`; a copy takes a primary's place. True if the content can no longer be found."""
+        copies = self._copies.get(block_hash)
+        if copies is None:
+            assert self._primary[block_hash] == block, f"block {block} is not in the index under its hash"
+            del self._primary[block_hash]
+            return True
+        if self._primary[block_hash] == block:
+            self._primary[block_hash] = copies.pop(0)
+        else:
+            copies.remove(block)
+        if not copies:
+            del self._copies[block_hash]
+        return False
+
+    def entries(self) -> dict[bytes, list[int]]:
+        """All blocks by hash, the primary first (a copy, for audits)."""
+        return {key: [block, *self._copies.get(key, ())] for key, block in self._primary.items()}

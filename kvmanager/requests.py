@@ -1,0 +1,137 @@
+"""Requests, the ways in which they are started, and the queue of those that wait."""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from enum import Enum, auto
+
+from kvmanager.block_pool import BlockPool
+from kvmanager.block_table import Sequence
+from kvmanager.clients import Frontend, Runner
+from kvmanager.hashing import block_hash, salt_digest, token_array
+from kvmanager.protocol import Choice, Submit
+
+
+class RequestState(Enum):
+    """GONE: finished, cancelled, replaced or lost; nothing more happens for it."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    GONE = auto()
+
+
+class StartState(Enum):
+    """CANCELLING and PREEMPTING: the runner was told, and has not acknowledged for every sequence."""
+
+    RUNNING = auto()
+    CANCELLING = auto()
+    PREEMPTING = auto()
+
+
+class Group:
+    """Choices of a request with equal output so far: they start as one sequence and fork later."""
+
+    __slots__ = ("_hashes", "choices", "output", "tokens")
+
+    def __init__(self, prompt: "array[int]", choices: tuple[int, ...], output: tuple[int, ...]) -> None:
+        self.choices = choices
+        self.output = output
+        self.tokens = prompt + token_array(output)
+        self._hashes: list[bytes] = []  # of the first blocks, as far as they were asked for
+
+    def lookup(self, pool: BlockPool, salt: bytes) -> list[int]:
+        """Blocks that hold this group's first tokens, in order; the last token is left to be computed."""
+        size = pool.block_size
+        found: list[int] = []
+        parent = pool.root
+        for index in range((len(self.tokens) - 1) // size):
+            packed = self.tokens[index * size : (index + 1) * size].tobytes()
+            if index == len(self._hashes):
+                self._hashes.append(block_hash(parent, packed, salt))
+            block = pool.find(self._hashes[index], parent, packed)
+            if block is None:
+                break
+            found.append(block)
+            parent = self._hashes[index]
+        return found
+
+
+class Request:
+    """What a frontend submitted. `groups` is what a start of it would run now."""
+
+    __slots__ = (
+        "active",
+        "counted",
+        "frontend",
+        "groups",
+        "order",
+        "preemptions",
+        "prompt",
+        "salt",
+        "state",
+        "submit",
+    )
+
+    def __init__(self, frontend: Frontend, submit: Submit, serial: int) -> None:
+        self.frontend = frontend
+        self.submit = submit
+        self.order = (submit.priority, submit.arrival, serial)
+        self.prompt = token_array(submit.prompt_token_ids)
+        self.salt = salt_digest(submit.cache_salt)
+        self.state = RequestState.WAITING
+        self.active: ActiveStart | None = None
+        self.preemptions = 0
+        self.counted = False  # its lookup is in the statistics
+        self.groups = self.group(submit.choices)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices still to run."""
+        return sum(len(group.choices) for group in self.groups)
+
+    def group(self, choices: tuple[Choice, ...]) -> list[Group]:
+        by_output: dict[tuple[int, ...], list[int]] = {}
+        for choice in choices:
+            by_output.setdefault(choice.output_token_ids, []).append(choice.index)
+        return [Group(self.prompt, tuple(indices), output) for output, indices in by_output.items()]
+
+
+class ActiveStart:
+    """A request on a runner, from its Start until the last of its sequences has ended."""
+
+    __slots__ = ("request", "resume", "runner", "sequences", "start_id", "state")
+
+    def __init__(self, start_id: int, request: Request, runner: Runner) -> None:
+        self.start_id = start_id
+        self.request = request
+        self.runner = runner
+        self.state = StartState.RUNNING
+        self.sequences: dict[int, Sequence] = {}  # by choice
+        self.resume: list[Choice] = []  # ended because they were preempted
+
+
+class WaitingQueue:
+    """Requests that wait: by priority, then arrival, then order of coming. Bounded by whoever adds."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[tuple[int, float, int], Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._entries)
+
+    @property
+    def first(self) -> Request:
+        return self._entries[0][1]
+
+    def add(self, request: Request) -> None:
+        insort(self._entries, (request.order, request), key=lambda entry: entry[0])
+
+    def remove(self, request: Request) -> None:
+        place = bisect_left(self._entries, request.order, key=lambda entry: entry[0])
+        assert self._entries[place][1] is request
+        del self._entries[place]

@@ -1,0 +1,78 @@
+"""A warm start: the block pool that the records of an earlier start describe.
+
+A sealed record whose hash is right is content. A free one is free. Everything else may still be written by a
+process of the earlier start: it is quarantined for that process if it lives (all of them, where the record
+is damaged and so does not say which), else it is free.
+"""
+
+from collections.abc import Sequence
+
+from kvmanager.block_pool import RESERVED, SEALED, BlockPool, BlockRecord
+from kvmanager.clients import Quarantine, owner_tag
+from kvmanager.hashing import TOKEN_BYTES, block_hash
+from kvmanager.protocol import Layout
+
+DAMAGED = ""  # the quarantine that waits for every survivor; no lock has this name
+
+
+def restore_pool(
+    layout: Layout, records: Sequence[BlockRecord | None], survivors: Sequence[str]
+) -> tuple[BlockPool, tuple[Quarantine, ...]]:
+    """`records`: one per block, None where it is damaged; `survivors`: locks that are held now."""
+    pool = BlockPool(len(records), layout)
+    by_tag = {owner_tag(lock): Quarantine(lock) for lock in survivors}
+    by_tag[owner_tag(DAMAGED)] = Quarantine(DAMAGED)
+    newest = max((record.generation for record in records if record is not None), default=0)
+    sealed: dict[int, BlockRecord] = {}
+    for block, record in enumerate(records):
+        pool.generation[block] = newest + 1 if record is None else record.generation
+        if record is not None and record.state is SEALED and is_content(pool, record):
+            sealed[block] = record
+            continue
+        suspect = record is None or record.state is SEALED
+        tag = (
+            owner_tag(DAMAGED)
+            if suspect
+            else record.owner_tag
+            if record and record.state is RESERVED
+            else b""
+        )
+        quarantine = by_tag.get(tag)
+        if quarantine is not None and survivors:
+            pool.restore_quarantined(block, quarantine)
+            quarantine.blocks.append(block)
+        if suspect:
+            pool.changed.add(block)
+    for block in eviction_order(sealed):
+        pool.restore(block, sealed[block])
+    return pool, tuple(quarantine for quarantine in by_tag.values() if quarantine.blocks)
+
+
+def is_content(pool: BlockPool, record: BlockRecord) -> bool:
+    """Whether the record's hash is that of its tokens."""
+    full = len(record.tokens) == pool.block_size * TOKEN_BYTES
+    return full and block_hash(record.parent_hash, record.tokens, record.salt) == record.block_hash
+
+
+def eviction_order(sealed: dict[int, BlockRecord]) -> list[int]:
+    """First to be evicted first: by the time at which a block or anything below it was sealed, tail before
+    head.
+    """
+    by_hash = {record.block_hash: record for record in sealed.values()}
+    depth: dict[bytes, int] = {}
+    for record in by_hash.values():
+        chain = []
+        digest = record.block_hash
+        while digest in by_hash and digest not in depth:
+            chain.append(digest)
+            digest = by_hash[digest].parent_hash
+        for above in reversed(chain):
+            depth[above] = depth.get(by_hash[above].parent_hash, 0) + 1
+    latest = {digest: record.sealed_at for digest, record in by_hash.items()}
+    for digest in sorted(depth, key=depth.__getitem__, reverse=True):
+        parent = by_hash[digest].parent_hash
+        if parent in latest:
+            latest[parent] = max(latest[parent], latest[digest])
+    return sorted(
+        sealed, key=lambda block: (latest[sealed[block].block_hash], -depth[sealed[block].block_hash])
+    )

@@ -1,0 +1,255 @@
+"""The daemon: a ROUTER socket, the clock, the locks and the pool's files around the core.
+
+One thread, one loop. Each turn takes what has come (at most `MAX_BATCH` messages), then asks which processes
+still live. For every event the core's effects are carried out before the next one: records, then messages.
+"""
+
+import logging
+import signal
+import time
+import uuid
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from kvmanager import pool_directory, restore
+from kvmanager.block_pool import BlockPool
+from kvmanager.config import ManagerConfig
+from kvmanager.core import Core
+from kvmanager.errors import PagekeeperError
+from kvmanager.liveness import HeldLock, WatchedLock, held_locks
+from kvmanager.paths import lock_path, manager_endpoint, prepare
+from kvmanager.protocol import (
+    MAX_FRAME_BYTES,
+    Fenced,
+    Hello,
+    Refused,
+    RunnerHello,
+    Welcome,
+    decode_to_manager,
+    encode,
+)
+from kvmanager.records import RecordFile
+from kvmanager.state import Effects, Policy
+
+TICK: Final = 0.05  # seconds; also how soon a death is noticed
+MAX_BATCH: Final = 256  # messages between two looks at the clock and the locks
+HIGH_WATER_MARK: Final = 10_000  # messages per client, each direction
+LOCK_NAME: Final = "manager"
+
+log = logging.getLogger("kvmanager")
+
+
+class Peer:
+    """Where a session's messages go."""
+
+    __slots__ = ("client_id", "frame", "identity")
+
+    def __init__(self, client_id: int, frame: bytes, identity: bytes) -> None:
+        self.client_id = client_id
+        self.frame = frame  # the session, as it is on the wire
+        self.identity = identity  # of the connection that it last came by
+
+
+class Server:
+    """Raises PagekeeperError if the pool directory cannot be used or has a manager."""
+
+    def __init__(self, config: ManagerConfig) -> None:
+        self._config = config
+        self._root = prepare(config.pool_directory)
+        self._lock = HeldLock(lock_path(config.pool_directory, LOCK_NAME))
+        self._endpoint = config.manager or manager_endpoint(config.pool_directory)
+        self._boot_id = uuid.uuid4().hex
+        policy = Policy(config.max_waiting, config.watermark, config.runner_wait)
+        self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
+        self._core.on_fault = log.warning
+        self._records: RecordFile | None = None
+        self._peers: dict[int, Peer] = {}
+        self._by_frame: dict[bytes, Peer] = {}
+        self._locks: dict[str, WatchedLock] = {}
+        self._stopping = False
+        self._open_pool()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._bind()
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT (or `stop`)."""
+        signal.signal(signal.SIGTERM, self.stop)
+        signal.signal(signal.SIGINT, self.stop)
+        log.info("event=start endpoint=%s boot_id=%s", self._endpoint, self._boot_id)
+        next_look = time.monotonic()
+        while not self._stopping:
+            if self._socket.poll(int(TICK * 1000)):
+                self._receive()
+            if (now := time.monotonic()) >= next_look:
+                next_look = now + TICK
+                self._watch(now)
+                self._carry_out(self._core.tick(now))
+        log.info("event=stop")
+
+    def stop(self, signum: int = 0, frame: FrameType | None = None) -> None:
+        """Make `run` return within a tick."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Remove socket and lock. The pool stays, for the next start."""
+        self._socket.close()
+        self._context.term()
+        if self._endpoint.startswith("ipc://"):
+            Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+        if self._records is not None:
+            self._records.close()
+        self._lock.release()
+
+    def _bind(self) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        try:
+            socket.bind(self._endpoint)
+        except zmq.ZMQError as error:
+            raise PagekeeperError("internal", f"cannot listen on {self._endpoint}: {error}") from error
+        if self._endpoint.startswith("ipc://"):
+            Path(self._endpoint.removeprefix("ipc://")).chmod(0o600)
+        return socket
+
+    # --- the pool -------------------------------------------------------------
+
+    def _open_pool(self) -> None:
+        """Take over the pool that an earlier start has left, if it is usable."""
+        directory, pool_bytes = self._config.pool_directory, self._config.pool_bytes
+        for lock in held_locks(self._root / "locks", but=LOCK_NAME):
+            self._locks[lock] = WatchedLock(lock_path(directory, lock))
+        reason = (
+            "reset_pool" if self._config.reset_pool else pool_directory.why_unusable(directory, pool_bytes)
+        )
+        found = pool_directory.read_layout(directory)
+        if reason or found is None:
+            if pool_directory.remove(directory):
+                log.warning("event=pool_discarded reason=%r", reason)
+            return
+        self._records = pool_directory.open_records(directory, found[0])
+        survivors = tuple(self._locks)
+        pool, quarantines = restore.restore_pool(found[0], self._records.read_all(), survivors)
+        self._core.attach(pool, quarantines, survivors)
+        self._carry_out(self._core.tick(time.monotonic()))
+        log.info("event=pool_opened blocks=%d cached=%d", pool.num_blocks, len(pool.cached))
+
+    def _create_pool(self, hello: RunnerHello) -> None:
+        """The first runner gives the pool its layout. Raises PagekeeperError."""
+        num_blocks = pool_directory.create(self._config.pool_directory, hello.layout, self._config.pool_bytes)
+        self._records = pool_directory.open_records(self._config.pool_directory, hello.layout)
+        self._core.attach(BlockPool(num_blocks, hello.layout))
+        log.info("event=pool_created blocks=%d block_bytes=%d", num_blocks, hello.layout.block_bytes)
+
+    # --- messages -------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for _ in range(MAX_BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        """One message: a Hello, one under a session that holds, or one that is fenced or dropped."""
+        if len(frames) != 3:
+            self._core.count_dropped()
+            return
+        identity, session, body = frames
+        peer = self._by_frame.get(session)
+        if session and peer is None:
+            self._send(identity, session, Fenced(self._boot_id))
+            return
+        try:
+            message = decode_to_manager(body) if body else None
+        except (msgspec.DecodeError, RecursionError):
+            self._core.count_dropped()
+            return
+        if peer is None:
+            if isinstance(message, Hello):
+                self._hello(identity, message)
+            else:
+                self._core.count_dropped()
+            return
+        peer.identity = identity
+        self._carry_out(self._core.handle(time.monotonic(), peer.client_id, message))
+
+    def _hello(self, identity: bytes, hello: Hello) -> None:
+        answer = self._answer(hello)
+        if isinstance(answer, Welcome):
+            client_id = answer.session.client_id
+            self._forget(client_id)
+            peer = Peer(client_id, encode(answer.session), identity)
+            self._peers[client_id] = peer
+            self._by_frame[peer.frame] = peer
+            log.info("event=hello name=%r client=%d kind=%s", hello.name, client_id, type(hello).__name__)
+        else:
+            log.warning("event=refused name=%r code=%s message=%r", hello.name, answer.code, answer.message)
+        self._send(identity, b"", answer)
+
+    def _answer(self, hello: Hello) -> Welcome | Refused:
+        """Register the client: its lock must be held, and its layout that of the pool, which is made for the
+        first.
+        """
+        try:
+            watched = WatchedLock(lock_path(self._config.pool_directory, hello.lock))
+        except (PagekeeperError, OSError) as error:
+            return Refused("invalid_request", f"{hello.name}: its lock file cannot be opened: {error}")
+        refused = self._core.refusal(hello)
+        if refused is None and (hello.lock == LOCK_NAME or not watched.held()):
+            refused = Refused("invalid_request", f"{hello.name} does not hold its lock file {hello.lock!r}")
+        if refused is None and isinstance(hello, RunnerHello) and self._core.layout is None:
+            try:
+                self._create_pool(hello)
+            except PagekeeperError as error:
+                refused = Refused(error.code, error.message)
+        if refused is not None:
+            watched.close()
+            return refused
+        self._replace_lock(hello.lock, watched)
+        answer, effects = self._core.hello(time.monotonic(), hello)
+        self._carry_out(effects)
+        return answer
+
+    def _carry_out(self, effects: Effects) -> None:
+        pool = self._core.state.pool
+        if effects.records and pool is not None and self._records is not None:
+            for block in effects.records:
+                self._records.write(block, pool.record(block))
+        for client_id, message in effects.messages:
+            peer = self._peers.get(client_id)
+            if peer is not None:
+                self._send(peer.identity, peer.frame, message)
+        for client_id in effects.ended:
+            self._forget(client_id)
+
+    def _send(self, identity: bytes, session: bytes, message: Any) -> None:
+        """Never waits; what a peer that is gone or does not read cannot take is dropped by the socket."""
+        self._socket.send_multipart((identity, session, encode(message)), zmq.DONTWAIT)
+
+    # --- who lives ------------------------------------------------------------
+
+    def _watch(self, now: float) -> None:
+        for name in [name for name, lock in self._locks.items() if not lock.held()]:
+            self._replace_lock(name, None)
+            log.info("event=died lock=%r", name)
+            self._carry_out(self._core.process_died(now, name))
+
+    def _replace_lock(self, name: str, watched: WatchedLock | None) -> None:
+        old = self._locks.pop(name, None)
+        if old is not None:
+            old.close()
+        if watched is not None:
+            self._locks[name] = watched
+
+    def _forget(self, client_id: int) -> None:
+        peer = self._peers.pop(client_id, None)
+        if peer is not None:
+            del self._by_frame[peer.frame]

@@ -1,0 +1,152 @@
+"""Sessions: Hello, and what becomes of a client's requests, starts and blocks when its session ends."""
+
+from kvmanager.block_pool import RESERVED
+from kvmanager.clients import Client, Frontend, Quarantine, Runner
+from kvmanager.protocol import (
+    PROTOCOL_VERSION,
+    Fenced,
+    Hello,
+    Refused,
+    RunnerHello,
+    RunnerLost,
+    Session,
+    Welcome,
+)
+from kvmanager.requests import RequestState
+from kvmanager.state import State
+
+
+def refusal(state: State, hello: Hello) -> Refused | None:
+    """Why this Hello cannot be served, or None."""
+    if hello.version != PROTOCOL_VERSION:
+        return Refused(
+            "version",
+            f"{hello.name} speaks protocol version {hello.version} and the KV manager {PROTOCOL_VERSION}: "
+            "install the same release of both",
+        )
+    if not isinstance(hello, RunnerHello):
+        return None
+    if hello.max_num_seqs < 1 or hello.max_model_len < 1:
+        return Refused("invalid_request", f"{hello.name}: max_num_seqs and max_model_len must be at least 1")
+    if state.pool is not None and hello.layout != state.pool.layout:
+        names = [
+            name for name in hello.layout.__struct_fields__ if differ(hello.layout, state.pool.layout, name)
+        ]
+        parts = ", ".join(
+            f"{name} {getattr(state.pool.layout, name)} there and {getattr(hello.layout, name)} here"
+            for name in names
+        )
+        return Refused(
+            "other_layout",
+            f"the pool directory holds blocks of another layout ({parts}); "
+            "choose another pool_directory, or start the manager with reset_pool to empty it",
+        )
+    return None
+
+
+def differ(one: object, other: object, name: str) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
+
+
+def welcome(state: State, hello: Hello, pool_directory: str, now: float) -> Welcome:
+    """Register the client. Whoever had this lock before is gone, or starts over: its session ends.
+
+    The same Hello again before anything else was sent gets the same answer again.
+    """
+    client = state.by_lock.get(hello.lock)
+    if client is None or client.hello != hello or client.touched:
+        gone(state, hello.lock, now)
+        state.last_client_id += 1
+        client = register(state, hello, now)
+    session = Session(state.boot_id, client.client_id, client.client_id)
+    return Welcome(session, pool_directory, state.pool.num_blocks if state.pool else 0)
+
+
+def register(state: State, hello: Hello, now: float) -> Client:
+    client: Client
+    if isinstance(hello, RunnerHello):
+        client = Runner(state.last_client_id, hello, now)
+        state.runners.append(client)
+    else:
+        client = Frontend(state.last_client_id, hello)
+    state.clients[client.client_id] = client
+    state.by_lock[hello.lock] = client
+    return client
+
+
+def gone(state: State, lock: str, now: float) -> None:
+    """The process with this lock has died, or has dropped all it had: take everything back."""
+    client = state.by_lock.get(lock)
+    if isinstance(client, Runner):
+        end_runner(state, client, None, now)
+    elif client is not None:
+        end_frontend(state, client)
+    state.survivors.discard(lock)
+    if state.pool is not None:
+        state.pool.may_evict = not state.survivors
+    release_quarantine(state, lock)
+    if not state.survivors:
+        release_quarantine(state, "")  # damaged records: any of the survivors might have written there
+    state.admission_due = True
+
+
+def release_quarantine(state: State, lock: str) -> None:
+    quarantine = state.quarantines.pop(lock, None)
+    if quarantine is not None:
+        assert state.pool is not None
+        for block in quarantine.blocks:
+            state.pool.release(block, quarantine)
+
+
+def fence(state: State, runner: Runner, now: float) -> None:
+    """End the session of a runner that lives but cannot be trusted. It may still use its blocks: quarantine
+    them.
+    """
+    state.send(runner, Fenced(state.boot_id))
+    quarantine = Quarantine(runner.hello.lock)
+    state.quarantines[runner.hello.lock] = quarantine
+    end_runner(state, runner, quarantine, now)
+
+
+def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now: float) -> None:
+    """Let go of all blocks (sealed ones stay cached) and tell frontends which requests to submit again."""
+    pool = state.pool
+    assert pool is not None
+    lost: dict[int, list[tuple[str, int]]] = {}
+    sequences = [sequence for active in runner.active.values() for sequence in active.sequences.values()]
+    for block in (*runner.credits, *(block for sequence in sequences for block in sequence.table)):
+        if quarantine is not None and not pool.ledger.holds(block, quarantine):
+            pool.hold(block, quarantine)
+            quarantine.blocks.append(block)
+            if pool.state[block] is RESERVED:
+                pool.quarantine(block)
+    for block in runner.credits:
+        pool.release(block, runner)
+    for sequence in sequences:
+        sequence.release(pool)
+    for active in runner.active.values():
+        request = active.request
+        request.active = None
+        if request.state is not RequestState.GONE:
+            state.forget(request)
+            entry = (request.submit.request_id, request.submit.attempt)
+            lost.setdefault(request.frontend.client_id, []).append(entry)
+    for client_id, requests in lost.items():
+        state.send(state.clients[client_id], RunnerLost(tuple(requests)))
+    state.runners.remove(runner)
+    state.last_runner_seen = now
+    unregister(state, runner)
+
+
+def end_frontend(state: State, frontend: Frontend) -> None:
+    """Cancel all its requests."""
+    for request in list(frontend.requests.values()):
+        state.cancel(request)
+    unregister(state, frontend)
+
+
+def unregister(state: State, client: Client) -> None:
+    del state.clients[client.client_id]
+    del state.by_lock[client.hello.lock]
+    state.effects.ended.append(client.client_id)
+    state.admission_due = True

@@ -1,0 +1,94 @@
+"""Everything that the manager's core knows, and what an event makes it do: the effects."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from kvmanager.block_pool import BlockPool
+from kvmanager.clients import Client, Frontend, Quarantine, Runner
+from kvmanager.requests import ActiveStart, Request, RequestState, StartState, WaitingQueue
+
+MAX_REMEMBERED = 8192  # requests that are gone, kept to answer a repeated Submit
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What can be set."""
+
+    max_waiting: int = 1024  # requests
+    watermark: float = 0.01  # share of the pool
+    runner_wait: float = 30.0  # seconds that requests wait while there is no runner
+
+
+class Effects:
+    """What to do after an event, in this order: write records, send messages, forget sessions."""
+
+    __slots__ = ("ended", "messages", "records")
+
+    def __init__(self) -> None:
+        self.records: set[int] = set()  # blocks whose record changed
+        self.messages: list[tuple[int, Any]] = []  # (client_id, message)
+        self.ended: list[int] = []  # client_ids whose session is over
+
+
+@dataclass(slots=True)
+class Counters:
+    """They only rise, from the manager's start on."""
+
+    prefix_cache_queries: int = 0  # tokens
+    prefix_cache_hits: int = 0  # tokens
+    preemptions: int = 0
+    rejected: int = 0
+    dropped_messages: int = 0
+
+
+class State:
+    """All of it. A request is in its frontend's `requests`, and in `waiting` or in a runner's `active`."""
+
+    def __init__(self, boot_id: str, policy: Policy, now: float) -> None:
+        self.boot_id = boot_id
+        self.policy = policy
+        self.pool: BlockPool | None = None
+        self.clients: dict[int, Client] = {}
+        self.by_lock: dict[str, Client] = {}
+        self.runners: list[Runner] = []
+        self.quarantines: dict[str, Quarantine] = {}  # by lock
+        self.survivors: set[str] = set()  # locks of processes of an earlier start that have not said Hello
+        self.waiting = WaitingQueue()
+        self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()
+        self.counters = Counters()
+        self.last_client_id = 0
+        self.last_start_id = 0
+        self.last_serial = 0
+        self.last_runner_seen = now  # seconds; for as long as there is none
+        self.admission_due = False  # something changed that may let a request start
+        self.effects = Effects()
+
+    def send(self, client: Client, message: Any) -> None:
+        self.effects.messages.append((client.client_id, message))
+
+    def actives(self) -> list[ActiveStart]:
+        """Every start on every runner."""
+        return [active for runner in self.runners for active in runner.active.values()]
+
+    def forget(self, request: Request) -> None:
+        """The request is over for its frontend; a start of it may still have to end."""
+        assert request.state is not RequestState.GONE
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+            self.admission_due = True
+        request.state = RequestState.GONE
+        frontend: Frontend = request.frontend
+        del frontend.requests[request.submit.request_id]
+        self.gone[(frontend.client_id, request.submit.request_id)] = (request.submit.attempt, request.counted)
+        if len(self.gone) > MAX_REMEMBERED:
+            self.gone.popitem(last=False)
+
+    def cancel(self, request: Request) -> None:
+        """Forget the request; if it runs, its runner is told, and keeps its blocks until it acknowledges."""
+        active = request.active
+        self.forget(request)
+        if active is not None:
+            if active.state is StartState.RUNNING:
+                active.runner.outbox.cancels.append(active.start_id)
+            active.state = StartState.CANCELLING
