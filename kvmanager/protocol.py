@@ -67,9 +67,7 @@ class Layout(Message, frozen=True):
 
 
 class SamplingParams(Message, frozen=True):
-    """How to choose tokens. The frontend validates and fills in everything; the manager reads only
-    `max_tokens`.
-    """
+    """How to choose tokens. The frontend fills in everything; the manager reads only `max_tokens`."""
 
     max_tokens: int  # output tokens per choice, at least 1
     seed: int  # 0 .. 2**63-1; always set (drawn by the frontend if the user gave none): a resume is exact
@@ -278,9 +276,7 @@ class Ended(Message, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """Copy-on-write: in the table of (start_id, choice), entry `index` is now `block` (a credit), no longer
-    shared.
-    """
+    """Copy-on-write: entry `index` of the table of (start_id, choice) is now `block`, which was a credit."""
 
     start_id: int
     choice: int
@@ -330,9 +326,7 @@ class SequenceStart(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Run a request. `start_id` is new for every start, so that reports of an earlier one are known to be
-    stale.
-    """
+    """Run a request. `start_id` is new for every start, so that reports of an earlier one are stale."""
 
     start_id: int
     request_id: str
@@ -344,9 +338,7 @@ class Start(Message, frozen=True):
 
 
 class Directives(Message, frozen=True, tag=True):
-    """What the runner shall do at its next step. Cancels and preemptions are acknowledged by `Ended` per
-    sequence.
-    """
+    """What the runner shall do at its next step. `Ended` per sequence acknowledges cancels and preempts."""
 
     starts: tuple[Start, ...] = ()
     cancels: tuple[int, ...] = ()  # start_ids
@@ -358,9 +350,7 @@ class Directives(Message, frozen=True, tag=True):
 
 
 class TokenLogprobs(Message, frozen=True):
-    """Log-probability of one token and of the likeliest alternatives, after penalties and temperature are
-    left out.
-    """
+    """Log-probability of one token and of the likeliest others, before penalties and temperature."""
 
     logprob: float
     rank: int  # 1 is the likeliest
