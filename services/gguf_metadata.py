@@ -7,8 +7,6 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import mmap
 import struct
-import sys
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +86,12 @@ class _Reader:
             )
         if kind == _STRING:
             return self.strings(count)
-        if kind in _SCALARS and kind != 7:
+        if kind in _SCALARS:
             return self.numbers(_SCALARS[kind], count)
         return [self.value(kind, depth + 1) for _ in range(count)]
 
     def numbers(self, code: str, count: int) -> list[Any]:
-        numbers = array(code)
-        numbers.frombytes(self.take(count * struct.calcsize("<" + code)))
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return numbers.tolist()
+        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))
 
     def strings(self, count: int) -> list[str]:
         """The hot loop: a vocabulary and its merges are some hundred thousand strings."""

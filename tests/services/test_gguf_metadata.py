@@ -2,7 +2,6 @@
 
 import struct
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from services.gguf_metadata import GGUFError, read_metadata
 from services.model_source import packaged_model
+from tests.services.tokenizer_samples import write_gguf
 
 VALUES = {
     "test.text": "naïve 🎉",
@@ -18,28 +18,13 @@ VALUES = {
     "test.count": 70000,
     "test.texts": ["", "a", "漢字"],
     "test.numbers": [1, 2, 3],
+    "test.flags": [True, False],
+    "test.lists": [[1, 2], [3]],
 }
 
 
-def write(path: Path, values: dict[str, Any]) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in values.items():
-        adders = {
-            str: writer.add_string,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            list: writer.add_array,
-        }
-        adders[type(value)](key, value)
-    writer.add_float32("test.ratio", 0.5)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
-
-
 def test_values_come_back_as_written(tmp_path: Path) -> None:
-    metadata = read_metadata(write(tmp_path / "m.gguf", VALUES))
+    metadata = read_metadata(write_gguf(tmp_path / "m.gguf", VALUES))
     assert metadata == {"general.architecture": "llama", "test.ratio": 0.5, **VALUES}
 
 
@@ -60,6 +45,10 @@ def test_the_packaged_model_reads_as_with_the_gguf_package() -> None:
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "ends inside"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 99), "type 99"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 1 << 40), "array of"),
+        (
+            b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQQ", 9, 8, 1, 9),
+            "inside a string",
+        ),
     ],
 )
 def test_broken_files_are_refused_with_what_is_wrong(tmp_path: Path, content: bytes, message: str) -> None:
@@ -71,7 +60,7 @@ def test_broken_files_are_refused_with_what_is_wrong(tmp_path: Path, content: by
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return write(tmp_path_factory.mktemp("gguf") / "whole.gguf", VALUES).read_bytes()
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "whole.gguf", VALUES).read_bytes()
 
 
 @given(data=st.data())

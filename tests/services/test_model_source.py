@@ -10,10 +10,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from services import model_source
+from services import model_files, model_source
 from services.model_files import ModelError, ModelFacts, model_facts, public_name
 from services.model_source import packaged_model, resolve
-from tests.services.test_gguf_metadata import write
+from tests.services.tokenizer_samples import write_gguf
 
 
 def test_nothing_is_the_packaged_model() -> None:
@@ -138,9 +138,16 @@ def test_broken_folders_are_refused(tmp_path: Path, text: str | None, message: s
         model_facts(tmp_path)
 
 
+def test_a_config_of_absurd_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "MAX_JSON_BYTES", 1)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="has 2 bytes; at most 1"):
+        model_facts(tmp_path)
+
+
 def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"PK\x03\x04")
     with pytest.raises(ModelError, match="not a GGUF file"):
         model_facts(tmp_path / "weights.bin")
     with pytest.raises(ModelError, match=r"llama\.context_length=None"):
-        model_facts(write(tmp_path / "m.gguf", {}))
+        model_facts(write_gguf(tmp_path / "m.gguf", {}))

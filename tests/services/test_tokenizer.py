@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE, WordLevel
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from kvmanager.errors import PagekeeperError
 from services import gguf_tokenizer
@@ -24,6 +25,7 @@ from tests.services.tokenizer_samples import (
     sentencepiece_metadata,
     tokenizer_of,
     write_folder,
+    write_gguf,
 )
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -198,6 +200,28 @@ def test_bos_and_eos_come_where_the_file_wants_them() -> None:
 
 def test_qwen2_composes_characters_first() -> None:
     assert encoded("qwen2", "e\u0301") == encoded("qwen2", "é")
+
+
+@given(st.text(max_size=60))
+@example(" ".join(TRICKY))
+def test_qwen2_encodes_as_in_transformers(text: str) -> None:
+    ours, theirs = qwen2_backends()
+    assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+@cache
+def qwen2_backends() -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """Qwen2's rules over SmolLM2's vocabulary: ours, and transformers' own."""
+    metadata = {**packaged_metadata(), "tokenizer.ggml.pre": "qwen2"}
+    vocabulary = {token: id for id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=merges, unk_token=None)
+    return gguf_tokenizer.build(metadata), theirs.backend_tokenizer
+
+
+def test_a_file_that_cannot_be_served_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"m\.gguf: tokenizer\.ggml\.model is None"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", {}))
 
 
 def test_user_defined_tokens_are_parsed_but_not_special() -> None:

@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import tokenizers
 
 from services.gguf_metadata import read_metadata
@@ -42,3 +43,21 @@ def write_folder(folder: Path, backend: tokenizers.Tokenizer, **files: str) -> P
 
 def tokenizer_of(backend: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer(backend, TokenizerFacts())
+
+
+def write_gguf(path: Path, values: dict[str, Any]) -> Path:
+    """A GGUF file with `values` as its metadata and no tensors."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in values.items():
+        adders = {
+            str: writer.add_string,
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }
+        adders[type(value)](key, value)
+    writer.add_float32("test.ratio", 0.5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
