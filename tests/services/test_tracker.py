@@ -1,0 +1,277 @@
+"""The tracker: examples for each rule, then any sequence of events against what a client must see."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmanager.errors import PagekeeperError
+from kvmanager.protocol import (
+    Accepted,
+    Cancel,
+    Rejected,
+    RunnerLost,
+    SamplingParams,
+    Submit,
+    TokenBatch,
+    TokenEvent,
+)
+from services.tracker import MAX_LOSSES, Effects, Output, Request, Tracker
+
+TIMEOUT = 10.0
+
+
+def new_request(name: str = "r", choices: int = 1, arrival: float = 0.0) -> Request:
+    sampling = SamplingParams(max_tokens=100, seed=1)
+    return Request(name, (1, 2, 3), sampling, [Output(index) for index in range(choices)], arrival)
+
+
+def connected(max_requests: int = 100) -> Tracker:
+    tracker = Tracker(TIMEOUT, max_requests)
+    tracker.connect(0.0)
+    return tracker
+
+
+def event(request: Request, position: int, ids: tuple[int, ...], **fields: Any) -> TokenEvent:
+    values = {
+        "request_id": request.request_id,
+        "attempt": request.attempt,
+        "choice": 0,
+        "num_cached_tokens": 0,
+    }
+    return TokenEvent(**{**values, "position": position, "token_ids": ids, **fields})
+
+
+def tokens(tracker: Tracker, *events: TokenEvent, now: float = 1.0) -> Effects:
+    return tracker.tokens(now, TokenBatch(events))
+
+
+def test_submit_goes_out_with_everything() -> None:
+    request = new_request(choices=2)
+    (message,) = connected().submit(0.0, request).send
+    assert isinstance(message, Submit)
+    assert (message.request_id, message.attempt, message.prompt_token_ids) == ("r", 0, (1, 2, 3))
+    assert [choice.index for choice in message.choices] == [0, 1]
+
+
+def test_tokens_in_order_and_the_end() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    assert tokens(tracker, event(request, 0, (7, 8), num_cached_tokens=2)).changed == [request]
+    tokens(tracker, event(request, 2, (9,), finish_reason="stop", stop_reason=9))
+    assert request.outputs[0].token_ids == [7, 8, 9]
+    assert (request.outputs[0].finish_reason, request.outputs[0].stop_reason) == ("stop", 9)
+    assert request.num_cached_tokens == 2
+    assert request.done
+    assert tracker.live == {}
+    assert tracker.cancel(request).send == []
+
+
+def test_what_came_twice_is_dropped() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tokens(tracker, event(request, 0, (7, 8)), event(request, 1, (8, 9)), event(request, 0, (7,)))
+    assert request.outputs[0].token_ids == [7, 8, 9]
+
+
+def test_a_gap_is_refused_and_asked_for_again() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tokens(tracker, event(request, 0, (7,)))
+    (message,) = tokens(tracker, event(request, 2, (9,))).send
+    assert isinstance(message, Submit)
+    assert (message.attempt, message.choices[0].output_token_ids) == (1, (7,))
+
+
+def test_another_attempt_is_not_ours() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tokens(tracker, event(request, 0, (7,), attempt=1), event(request, 0, (7,), request_id="x"))
+    tokens(tracker, event(request, 0, (7,), choice=5))
+    assert request.outputs[0].token_ids == []
+    assert tracker.stale_events == 3
+
+
+def test_a_lost_runner_resubmits_only_what_is_unfinished() -> None:
+    tracker, request = connected(), new_request(choices=2, arrival=0.5)
+    tracker.submit(0.5, request)
+    tokens(tracker, event(request, 0, (7,), finish_reason="stop"), event(request, 0, (8, 9), choice=1))
+    assert tracker.heard(1.0, RunnerLost((("r", 4), ("x", 0)))).send == []
+    (message,) = tracker.heard(1.0, RunnerLost((("r", 0),))).send
+    assert isinstance(message, Submit)
+    assert (message.attempt, message.arrival) == (1, 0.5)
+    assert [(choice.index, choice.output_token_ids) for choice in message.choices] == [(1, (8, 9))]
+
+
+def test_a_request_that_runners_die_of_is_given_up() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    for attempt in range(MAX_LOSSES):
+        assert len(tracker.heard(1.0, RunnerLost((("r", attempt),))).send) == 1
+    effects = tracker.heard(1.0, RunnerLost((("r", MAX_LOSSES),)))
+    assert effects.changed == [request]
+    assert request.error is not None
+    assert request.error.code == "internal"
+    assert [type(message) for message in effects.send] == [Cancel]
+
+
+def test_a_new_session_resubmits_all_oldest_first() -> None:
+    tracker = Tracker(TIMEOUT, 100)
+    late, early = new_request("late", arrival=2.0), new_request("early", arrival=1.0)
+    assert tracker.submit(2.0, late).send == []
+    tracker.submit(2.0, early)
+    first = tracker.connect(3.0).send
+    assert [(message.request_id, message.attempt) for message in first] == [("early", 0), ("late", 0)]
+    tracker.disconnect()
+    again = tracker.connect(4.0).send
+    assert [(message.request_id, message.attempt) for message in again] == [("early", 1), ("late", 1)]
+
+
+def test_rejected_at_once_and_after_a_resubmission() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    effects = tracker.heard(1.0, Rejected("r", 0, "queue_full", "full", 2.0))
+    assert (effects.changed, effects.send) == ([request], [])
+    assert request.error is not None
+    assert (request.error.code, request.error.retry_after) == ("queue_full", 2.0)
+    resumed = new_request("resumed")
+    tracker.submit(1.0, resumed)
+    tracker.heard(1.0, RunnerLost((("resumed", 0),)))
+    assert tracker.heard(1.0, Rejected("resumed", 1, "queue_full", "full", 2.0)).changed == []
+    assert tracker.tick(2.9).send == []
+    (message,) = tracker.tick(3.0).send
+    assert (message.request_id, message.attempt) == ("resumed", 2)
+
+
+def test_every_wait_for_the_manager_is_bounded() -> None:
+    absent = Tracker(TIMEOUT, 100)
+    request = new_request()
+    absent.submit(0.0, request)
+    assert absent.tick(TIMEOUT).changed == []
+    assert absent.tick(TIMEOUT + 0.1).changed == [request]
+    assert request.error is not None
+    assert (request.error.code, request.error.retry_after) == ("manager_absent", 1.0)
+    assert absent.connect(20.0).send == []
+
+
+def test_an_accepted_request_waits_as_long_as_the_manager_lives() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tracker.heard(0.0, Accepted("r", 0))
+    for now in range(0, 100, 5):
+        tracker.heard(float(now), None)
+        assert tracker.tick(now + 9.0).changed == []
+    assert tracker.tick(95 + TIMEOUT + 0.1).changed == [request]
+    assert request.error is not None
+
+
+def test_a_request_that_produces_lives_on_without_the_manager() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    for now in range(0, 60, 5):
+        tokens(tracker, event(request, now // 5, (7,)), now=float(now))
+        assert tracker.tick(float(now)).changed == []
+
+
+def test_cancel_names_the_attempt() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tracker.heard(1.0, RunnerLost((("r", 0),)))
+    assert tracker.cancel(request).send == [Cancel("r", 1)]
+    assert tracker.cancel(request).send == []
+    assert Tracker(TIMEOUT, 1).cancel(new_request()).send == []
+
+
+def test_a_stop_ends_a_choice_and_the_last_one_the_request() -> None:
+    tracker, request = connected(), new_request(choices=2)
+    tracker.submit(0.0, request)
+    tokens(tracker, event(request, 0, (7, 8)))
+    assert tracker.stop(request, 0, "x").send == []
+    tokens(tracker, event(request, 2, (9,)), event(request, 5, (9,)))
+    assert request.outputs[0].token_ids == [7, 8]
+    assert tracker.stop(request, 1, "y").send == [Cancel("r", 0)]
+
+
+def test_the_limit_is_named() -> None:
+    tracker = connected(max_requests=1)
+    tracker.submit(0.0, new_request("a"))
+    with pytest.raises(PagekeeperError, match="1 requests, its limit") as refused:
+        tracker.submit(0.0, new_request("b"))
+    assert refused.value.code == "queue_full"
+
+
+# --- any history ------------------------------------------------------------------------------------------
+
+
+def truth(choice: int, length: int) -> list[int]:
+    """What choice produces, whoever computes it: sampling is a function of (seed, choice, position)."""
+    return [1000 * (choice + 1) + position for position in range(length)]
+
+
+class World:
+    """A manager and runner that always continue what they are given, die at any moment, and repeat
+    themselves.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.lengths = [self.random.randint(1, 12) for _ in range(self.random.randint(1, 3))]
+        self.request = new_request(choices=len(self.lengths))
+        self.tracker = Tracker(1e9, 10)
+        self.submit: Submit | None = None
+        self.sent: dict[int, int] = {}
+        self.losses = 0
+
+    def apply(self, effects: Effects) -> None:
+        for message in effects.send:
+            assert isinstance(message, Submit)
+            self.submit = message
+            self.sent = {choice.index: len(choice.output_token_ids) for choice in message.choices}
+            for choice in message.choices:
+                known = truth(choice.index, self.lengths[choice.index])
+                assert list(choice.output_token_ids) == known[: len(choice.output_token_ids)]
+
+    def produce(self) -> None:
+        if self.submit is None or not self.sent:
+            return
+        index = self.random.choice(list(self.sent))
+        known = truth(index, self.lengths[index])
+        start = max(0, self.sent[index] - self.random.choice((0, 0, 0, 1, 2)))
+        end = min(len(known), self.sent[index] + self.random.randint(1, 3))
+        self.sent[index] = end
+        finish = "length" if end == len(known) else None
+        ids = tuple(known[start:end])
+        made = TokenEvent("r", self.submit.attempt, index, start, ids, 0, finish_reason=finish)  # type: ignore[arg-type]
+        self.apply(self.tracker.tokens(0.0, TokenBatch((made,))))
+
+    def die(self) -> None:
+        if self.submit is not None and self.losses < MAX_LOSSES:
+            self.losses += 1
+            self.apply(self.tracker.heard(0.0, RunnerLost((("r", self.submit.attempt),))))
+
+    def restart(self) -> None:
+        self.tracker.disconnect()
+        self.submit, self.sent = None, {}
+        self.apply(self.tracker.connect(0.0))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.lists(st.sampled_from(["produce", "produce", "die", "restart"]), max_size=40),
+)
+def test_no_history_loses_or_repeats_a_token(seed: int, steps: list[str]) -> None:
+    world = World(seed)
+    world.apply(world.tracker.submit(0.0, world.request))
+    for step in steps:
+        getattr(world, step)()
+    if not world.request.done:
+        world.restart()
+    while not world.request.done:
+        world.produce()
+    for output, length in zip(world.request.outputs, world.lengths, strict=True):
+        assert output.token_ids == truth(output.index, length)
+        assert output.finish_reason == "length"
+    assert world.request.error is None
+    assert world.tracker.live == {}
