@@ -1,8 +1,8 @@
 """Peak memory of the served processes, without the pool.
 
-The pool is shared memory (with some small counters, all that is there). What a process has beyond it is RssAnon +
-RssFile of /proc/PID/status: its own pages, and the files that it maps (libraries, weights). Pages that
-several processes share are counted in each. Looking costs microseconds, so it does not disturb what is measured.
+The pool is shared memory (with some small counters, all that is there). What a process has beyond it is
+RssAnon + RssFile of /proc/PID/status: its own pages, and the files that it maps (libraries, weights). Pages
+that several processes share are counted in each. A look costs microseconds: it disturbs nothing.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
 """What the benchmark asks for: prompts of random token ids, each distinct, all from fixed seeds."""
 
-import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,13 +49,15 @@ def shared_prefix(vocab_size: int) -> Workload:
 
 def log_normal(vocab_size: int) -> Workload:
     """Lengths as users have them: log-normal with means 160 in and 140 out, sigma 0.7, cut at 1,024."""
-    ids, sigma = random.Random("log-normal mix"), 0.7
+    ids, count = random.Random("log-normal mix"), 128
 
-    def length(mean: float) -> int:
-        return min(1024, max(4, round(ids.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+    def lengths(mean: float) -> list[int]:
+        drawn = [ids.lognormvariate(0, 0.7) for _ in range(count)]
+        scale = mean * count / sum(drawn)
+        return [min(1024, max(4, round(length * scale))) for length in drawn]
 
-    lengths = [(length(160), length(140)) for _ in range(128)]
-    asks = tuple(Ask(tokens(ids, prompt, vocab_size), output) for prompt, output in lengths)
+    pairs = zip(lengths(160), lengths(140), strict=True)
+    asks = tuple(Ask(tokens(ids, prompt, vocab_size), output) for prompt, output in pairs)
     return Workload("log-normal mix, mean 160 in, 140 out", 32, asks)
 
 
