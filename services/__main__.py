@@ -8,6 +8,7 @@ import sys
 
 import uvicorn
 
+from kvmanager.client import prepare
 from kvmanager.errors import PagekeeperError
 from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
@@ -28,9 +29,10 @@ def main() -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         read_api_keys(config)
+        prepare(config.pool_directory)
         model = load_model(config)
         listener = listen(config)
-    except (SettingError, OSError, ValueError) as error:
+    except (PagekeeperError, SettingError, OSError, ValueError) as error:
         print(f"pagekeeper frontend: {error}", file=sys.stderr)
         return CONFIGURATION_ERROR
     name = config.name or f"frontend-{socket.gethostname()[:32]}-{os.getpid()}"
@@ -63,7 +65,10 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     with listener:
         log.info("%s serves %s on http://%s:%d", name, model.name, config.host, listener.getsockname()[1])
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        except SystemExit:  # the application could not start; uvicorn has logged why
+            return CONFIGURATION_ERROR
     return status
 
 

@@ -11,7 +11,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from kvmanager.client import AsyncManagerClient, socket_endpoint
 from kvmanager.errors import PagekeeperError
+from kvmanager.protocol import PROTOCOL_VERSION, FrontendHello
 from services.auth import ApiKeys
 from services.backend import Backend
 from services.chat import ChatRoute
@@ -51,19 +53,13 @@ def make_app(
     """The application. Its sockets are opened when it starts, in the event loop, and unlinked when it
     stops.
     """
-    routes: list[Route] = []
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        client = make_client(config, name)  # first: it holds the lock that makes the name ours
         metrics = Metrics(Path(config.pool_directory), name, model.name)
-        backend = Backend(
-            name=name,
-            pool_directory=config.pool_directory,
-            manager=config.manager,
-            tracker=Tracker(config.manager_timeout_seconds, config.max_requests),
-            metrics=metrics,
-            on_fatal=on_fatal,
-        )
+        tracker = Tracker(config.manager_timeout_seconds, config.max_requests)
+        backend = Backend(client, socket_endpoint(config.pool_directory, name), tracker, metrics, on_fatal)
         app.router.routes.extend(make_routes(Context(config, model, backend, metrics)))
         backend.start()
         try:
@@ -73,7 +69,6 @@ def make_app(
             metrics.close()
 
     return Starlette(
-        routes=routes,
         middleware=make_middleware(config),
         exception_handlers={
             ApiError: on_api_error,
@@ -83,6 +78,13 @@ def make_app(
         },
         lifespan=lifespan,
     )
+
+
+def make_client(config: FrontendConfig, name: str) -> AsyncManagerClient:
+    """The connection to the manager. Raises PagekeeperError if another process has this name."""
+    endpoint = socket_endpoint(config.pool_directory, name)
+    hello = FrontendHello(PROTOCOL_VERSION, name, lock=name, token_endpoint=endpoint)
+    return AsyncManagerClient(config.manager, hello, config.pool_directory)
 
 
 def make_middleware(config: FrontendConfig) -> list[Middleware]:

@@ -15,13 +15,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvmanager.client import AsyncManagerClient, socket_endpoint
+from kvmanager.client import AsyncManagerClient
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
-    PROTOCOL_VERSION,
     Cancel,
-    FrontendHello,
     Stats,
     StatsQuery,
     Submit,
@@ -47,15 +45,14 @@ class Backend:
 
     def __init__(
         self,
-        *,
-        name: str,
-        pool_directory: str,
-        manager: str,
+        client: AsyncManagerClient,
+        token_endpoint: str,
         tracker: Tracker,
         metrics: Metrics,
         on_fatal: Callable[[PagekeeperError], None],
     ) -> None:
         self.tracker = tracker
+        self._client = client
         self._metrics = metrics
         self._on_fatal = on_fatal
         self._generations: dict[Request, Generation] = {}
@@ -64,16 +61,13 @@ class Backend:
         self._queries: dict[int, asyncio.Future[Stats]] = {}
         self._next_query = 0
         self._counted = (0, 0)  # the tracker's resubmissions and stale events that the metrics have
-        endpoint = socket_endpoint(pool_directory, name)
-        hello = FrontendHello(PROTOCOL_VERSION, name, name, endpoint)
-        self._client = AsyncManagerClient(manager, hello, pool_directory)
-        self._socket_path = endpoint.removeprefix("ipc://")
+        self._socket_path = token_endpoint.removeprefix("ipc://")
         self._context = zmq.asyncio.Context()
         self._tokens = self._context.socket(zmq.PULL)
         self._tokens.setsockopt(zmq.LINGER, 0)
         self._tokens.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._tokens.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._tokens.bind(endpoint)
+        self._tokens.bind(token_endpoint)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
