@@ -1,4 +1,4 @@
-"""copy_blocks on CPUs (what it does: kernels/reference/copy_blocks.py). A block is one contiguous range: one memcpy."""
+"""copy_blocks on CPUs (what it does: kernels/reference/copy_blocks.py): one memcpy per block."""
 
 from torch import Tensor
 

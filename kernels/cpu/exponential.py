@@ -1,20 +1,24 @@
-"""exp for float32, written so that LLVM turns loops over it into vector code (the C library's exp stays a call)."""
+"""exp for float32, written so that LLVM makes vector code of loops over it (the C library's stays a call)."""
 
 import math
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from kernels.cpu.jit import intrinsic
 
 WORD, FLOAT = ir.IntType(32), ir.FloatType()
 LOG2_E = 1 / math.log(2)
-LN2_HIGH, LN2_LOW = 0.693359375, math.log(2) - 0.693359375  # the high part has 9 bits, so n · LN2_HIGH is exact
+LN2_HIGH, LN2_LOW = (
+    0.693359375,
+    math.log(2) - 0.693359375,
+)  # the high part has 9 bits, so n · LN2_HIGH is exact
 LOWEST, HIGHEST = -87.0, 88.0  # beyond these, 0 and exp(88): 2ⁿ stays a normal float
 TAYLOR = [1 / math.factorial(n) for n in range(7, -1, -1)]
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp(typing_context: Any, x: Any) -> Any:
     """exp(x) within 2 units in the last place; 0 below −87, exp(88) above 88, NaN for NaN.
 

@@ -1,49 +1,69 @@
 """How CPU kernels are compiled and run on threads.
 
-Threads: kernels run on torch's own OpenMP pool. `parallel` calls `GOMP_parallel`, which every OpenMP runtime that torch
-is built with exports, with the job on the caller's stack. One pool, so a kernel right after a torch product finds its
-threads awake, and no second pool spins beside the first one for the same cores. numba's threading layers each bring a
-pool of their own, and its OpenMP layer asks for a system libgomp.
+Threads: kernels run on torch's own OpenMP pool. `parallel` calls `GOMP_parallel`, which every OpenMP runtime
+that torch is built with exports, with the job on the caller's stack. One pool: a kernel right after a torch
+product finds its threads awake, and no second pool spins beside the first one for the same cores. (Each of
+numba's threading layers brings a pool of its own, and its OpenMP layer asks for a system libgomp.)
 """
 
 import ctypes
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numba
+import numba.extending
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as untyped_cgutils
 from numba.core.errors import TypingError
-from numba.extending import intrinsic
 
 # Sums may be reordered (that is what vector registers need); NaN and infinity keep their meaning.
 FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
-jit: Callable[..., Any] = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST_MATH)
+F = TypeVar("F", bound=Callable[..., Any])
+Emitter = Callable[..., Any]
+
+
+def jit(function: F) -> F:
+    """Compile at the first call per combination of argument types; nothing is checked, nothing raises."""
+    compiler = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST_MATH)
+    return cast(F, compiler(function))
+
+
+def intrinsic(emitter: Emitter) -> Emitter:
+    """A function for jitted code that is given as LLVM instructions."""
+    return cast(Emitter, numba.extending.intrinsic(emitter))
+
+
+def literal_intrinsic(emitter: Emitter) -> Emitter:
+    """An intrinsic that sees the values of arguments that are literals."""
+    return cast(Emitter, numba.extending.intrinsic(prefer_literal=True)(emitter))
 
 
 def find_gomp_parallel() -> int:
-    """Address of `GOMP_parallel` in the OpenMP runtime that torch loaded; 0 (one thread) where there is none."""
+    """Address of `GOMP_parallel` in the OpenMP runtime that torch loaded; 0 (one thread) without one."""
     torch.get_num_threads()  # torch must have loaded its runtime first
     try:
         function = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):
-        warnings.warn("torch's OpenMP runtime has no GOMP_parallel: CPU kernels run on one thread", stacklevel=2)
+        warnings.warn(
+            "torch's OpenMP runtime has no GOMP_parallel: CPU kernels run on one thread", stacklevel=2
+        )
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+cgutils: Any = untyped_cgutils
 GOMP_PARALLEL = find_gomp_parallel()
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def parallel(typing_context: Any, gomp: Any, num_threads: Any, function: Any, job: Any) -> Any:
     """Run the jitted `function(job)` once on each of `num_threads` threads; `gomp` is GOMP_PARALLEL.
 
-    Work is shared out by the function itself (`next_item`), so that a thread that the system holds up delays no other.
+    The function shares the work out itself (`next_item`), so that a thread that is held up delays no other.
     """
     if not isinstance(function, types.Dispatcher):
         raise TypingError("parallel runs a jitted function")
@@ -79,7 +99,7 @@ def parallel(typing_context: Any, gomp: Any, num_threads: Any, function: Any, jo
     return types.void(types.int64, types.int64, function, job), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def next_item(typing_context: Any, counter: Any) -> Any:
     """Take the next number from the shared counter (int64 at that address): 0, 1, 2, … over all threads."""
 
@@ -90,7 +110,7 @@ def next_item(typing_context: Any, counter: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def reset(typing_context: Any, counter: Any) -> Any:
     """Set the shared counter to 0."""
 
@@ -105,8 +125,8 @@ GRAIN = 1 << 15  # elements for which waking a thread pays
 
 
 @jit
-def share_out(counter, threads, rows, elements):
-    """Reset the shared counter; return the threads that `elements` of work pay for, and the items to cut it into.
+def share_out(counter: int, threads: int, rows: int, elements: int) -> tuple[int, int]:
+    """Reset the shared counter; return the threads that `elements` of work pay for, and the items to cut.
 
     Item i covers rows [i · rows // items, (i + 1) · rows // items).
     """

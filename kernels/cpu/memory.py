@@ -1,7 +1,7 @@
 """Element types in memory, and how they become float32 and back.
 
-A kernel is compiled once per element type. The type is chosen by a *kind*: a numpy scalar whose type stands for the
-element type (numba has no bfloat16, and its float16 does not compute on CPUs):
+A kernel is compiled once per element type. The type is chosen by a *kind*: a numpy scalar whose type stands
+for the element type (numba has no bfloat16, and its float16 does not compute on CPUs):
 
     numpy.uint16  bfloat16, as its bits      numpy.int16  float16, as its bits      numpy.float32  float32
 
@@ -14,16 +14,27 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from kernels.cpu.jit import intrinsic
+
+Kind = Any  # a numpy scalar, for its type
+Pointer = Any  # what `elements` returns
 
 LANES = 16  # floats per vector: one AVX-512 register, two of AVX2, four of NEON or SSE
 
-KINDS: dict[torch.dtype, Any] = {
-    torch.bfloat16: np.uint16(0),
-    torch.float16: np.int16(0),
-    torch.float32: np.float32(0),
-}
-FLOAT32, INT32, INT64 = np.float32(0), np.int32(0), np.int64(0)
+
+class Kinds(dict[torch.dtype, Any]):
+    """torch dtype → kind. An int8 or float8 cache is one more kind here, with its load and store."""
+
+    def __missing__(self, dtype: torch.dtype) -> Any:
+        supported = ", ".join(str(known) for known in self)
+        raise TypeError(f"CPU kernels got a {dtype} tensor; they take {supported}")
+
+
+KINDS = Kinds({torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)})
+FLOAT32: Kind = np.float32(0)
+INT32: Kind = np.int32(0)
+INT64: Kind = np.int64(0)
 
 WORD, FLOAT = ir.IntType(32), ir.FloatType()
 SIZES = {types.uint16: 2, types.int16: 2, types.float32: 4}
@@ -71,10 +82,11 @@ def emit_bfloat16(builder: Any, value: Any, count: int) -> Any:
     return builder.trunc(builder.lshr(chosen, splat(WORD, 16, count)), lanes(ir.IntType(16), count))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def elements(typing_context: Any, kind: Any, address: Any) -> Any:
     """A typed pointer to the elements of a kind (or to int32, int64) at an address."""
-    result = types.CPointer(kind)
+    pointer_type: Any = types.CPointer
+    result = pointer_type(kind)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[1], context.get_value_type(result))
@@ -82,7 +94,7 @@ def elements(typing_context: Any, kind: Any, address: Any) -> Any:
     return result(kind, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(typing_context: Any, pointer: Any, index: Any) -> Any:
     """Element `index` as float32."""
     kind = pointer.dtype
@@ -93,7 +105,7 @@ def load(typing_context: Any, pointer: Any, index: Any) -> Any:
     return types.float32(pointer, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(typing_context: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Set element `index` to a float32 value, rounded to the element type."""
     kind = pointer.dtype
@@ -105,7 +117,7 @@ def store(typing_context: Any, pointer: Any, index: Any, value: Any) -> Any:
     return types.void(pointer, types.int64, types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def size_of(typing_context: Any, kind: Any) -> Any:
     """Bytes of one element of a kind."""
 

@@ -1,13 +1,13 @@
-"""rms_norm on CPUs (what it computes: kernels/reference/rms_norm.py). Rows are shared out over the threads."""
+"""rms_norm on CPUs (what it computes: kernels/reference/rms_norm.py): rows over threads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
-from kernels.cpu.memory import KINDS, elements, load, size_of, store
+from kernels.cpu.memory import KINDS, Kind, elements, load, size_of, store
 from kernels.cpu.workspace import WORKSPACE
 
 
@@ -38,8 +38,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 class Job(NamedTuple):
     """The arguments; tensors as addresses, strides in elements. `summed` is x itself without a residual."""
 
-    kind: object
-    weight_kind: object
+    kind: Kind
+    weight_kind: Kind
     x: int
     summed: int
     weight: int
@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp, threads, counter, *arguments):
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
     """Share the rows out."""
     job = Job(*arguments)
     workers, items = share_out(counter, threads, job.num_rows, job.num_rows * job.hidden)
@@ -60,7 +60,7 @@ def run(gomp, threads, counter, *arguments):
 
 
 @jit
-def work(share):
+def work(share: tuple[Job, int, int]) -> None:
     """One thread: take items until none is left."""
     job, counter, items = share
     item = next_item(counter)
@@ -71,7 +71,7 @@ def work(share):
 
 
 @jit
-def normalise(job, row):
+def normalise(job: Job, row: int) -> None:
     """One row."""
     size = size_of(job.kind)
     x = elements(job.kind, job.x + row * job.x_row * size)

@@ -1,15 +1,15 @@
 """rotary and rotary_store_kv on CPUs (what they compute: kernels/reference/rotary.py).
 
-Tokens are shared out over the threads. `rotary` is `rotary_store_kv` with the key as its own destination and no cache.
+Tokens are shared out over the threads.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
-from kernels.cpu.memory import FLOAT32, INT64, KINDS, elements, load, size_of, store
+from kernels.cpu.memory import FLOAT32, INT64, KINDS, Kind, Pointer, elements, load, size_of, store
 from kernels.cpu.store_kv import copy_head
 from kernels.cpu.workspace import WORKSPACE
 
@@ -71,7 +71,7 @@ def rotary_store_kv(
 class RotaryJob(NamedTuple):
     """The arguments of one in-place rotation; tensors as addresses, strides in elements."""
 
-    kind: object
+    kind: Kind
     heads: int
     positions: int
     cos_sin: int
@@ -84,7 +84,7 @@ class RotaryJob(NamedTuple):
 
 
 @jit
-def run_rotary(gomp, threads, counter, *arguments):
+def run_rotary(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
     """Share the tokens out."""
     job = RotaryJob(*arguments)
     work_size = job.num_tokens * job.num_heads * job.head_dim
@@ -93,7 +93,7 @@ def run_rotary(gomp, threads, counter, *arguments):
 
 
 @jit
-def rotary_work(share):
+def rotary_work(share: tuple[RotaryJob, int, int]) -> None:
     """One thread: take items until none is left."""
     job, counter, items = share
     positions = elements(INT64, job.positions)
@@ -109,7 +109,7 @@ def rotary_work(share):
 
 
 @jit
-def rotate(source, destination, cos_sin, half):
+def rotate(source: Pointer, destination: Pointer, cos_sin: Pointer, half: int) -> None:
     """One head; source and destination are the same or do not overlap."""
     for i in range(half):
         first, second = load(source, i), load(source, half + i)
@@ -121,8 +121,8 @@ def rotate(source, destination, cos_sin, half):
 class StoreJob(NamedTuple):
     """The arguments of the fused op; tensors as addresses, strides in elements."""
 
-    kind: object
-    cache_kind: object
+    kind: Kind
+    cache_kind: Kind
     query: int
     key: int
     value: int
@@ -152,7 +152,7 @@ class StoreJob(NamedTuple):
 
 
 @jit
-def run_rotary_store_kv(gomp, threads, counter, *arguments):
+def run_rotary_store_kv(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
     """Share the tokens out."""
     job = StoreJob(*arguments)
     work_size = job.num_tokens * (job.num_query_heads + 2 * job.num_heads) * job.head_dim
@@ -161,7 +161,7 @@ def run_rotary_store_kv(gomp, threads, counter, *arguments):
 
 
 @jit
-def rotary_store_work(share):
+def rotary_store_work(share: tuple[StoreJob, int, int]) -> None:
     """One thread: take items until none is left."""
     job, counter, items = share
     positions, slots = elements(INT64, job.positions), elements(INT64, job.slot_mapping)
@@ -180,7 +180,7 @@ def rotary_store_work(share):
 
 
 @jit
-def rotate_and_store(job, token, slot, cos_sin):
+def rotate_and_store(job: StoreJob, token: int, slot: int, cos_sin: Pointer) -> None:
     """Key and value of one token, all heads."""
     size, cache_size = size_of(job.kind), size_of(job.cache_kind)
     block = slot // job.block_size

@@ -1,6 +1,6 @@
-"""silu_mul on CPUs (what it computes: kernels/reference/silu_mul.py). Rows are shared out over the threads."""
+"""silu_mul on CPUs (what it computes: kernels/reference/silu_mul.py): rows over threads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.cpu.exponential import exp
 from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
-from kernels.cpu.memory import KINDS, elements, load, size_of, store
+from kernels.cpu.memory import KINDS, Kind, elements, load, size_of, store
 from kernels.cpu.workspace import WORKSPACE
 
 
@@ -33,7 +33,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 class Job(NamedTuple):
     """The arguments; tensors as addresses, strides in elements."""
 
-    kind: object
+    kind: Kind
     gate_up: int
     out: int
     gate_up_row: int
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp, threads, counter, *arguments):
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
     """Share the rows out."""
     job = Job(*arguments)
     workers, items = share_out(counter, threads, job.num_rows, job.num_rows * job.width)
@@ -50,7 +50,7 @@ def run(gomp, threads, counter, *arguments):
 
 
 @jit
-def work(share):
+def work(share: tuple[Job, int, int]) -> None:
     """One thread: take items until none is left."""
     job, counter, items = share
     item = next_item(counter)
@@ -61,7 +61,7 @@ def work(share):
 
 
 @jit
-def activate(job, row):
+def activate(job: Job, row: int) -> None:
     """One row."""
     size = size_of(job.kind)
     gate = elements(job.kind, job.gate_up + row * job.gate_up_row * size)

@@ -1,16 +1,22 @@
-"""Online softmax over one tile of scores (Milakov and Gimelshein, arXiv 1805.02867): a running maximum and sum per row."""
+"""Online softmax over a tile of scores (arXiv 1805.02867): a running maximum and sum per row."""
+
+from typing import Any
 
 import numpy as np
 
 from kernels.cpu.exponential import exp
 from kernels.cpu.jit import jit
+from kernels.cpu.memory import Pointer
 
-NEVER = np.float32(-np.inf)
-ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
+# float32, so that numba computes in float32 (a Python number would make it float64)
+NEVER: Any = np.float32(-np.inf)
+ZERO: Any = np.float32(0)
+ONE: Any = np.float32(1)
+TWO: Any = np.float32(2)
 
 
 @jit
-def cap_scores(scores, count, soft_cap):
+def cap_scores(scores: Pointer, count: int, soft_cap: Any) -> None:
     """scores ← cap · tanh(scores / cap), with tanh(y) = 1 − 2 / (exp(2y) + 1)."""
     twice = TWO / soft_cap
     for i in range(count):
@@ -18,7 +24,7 @@ def cap_scores(scores, count, soft_cap):
 
 
 @jit
-def hide_scores(scores, low, high, count):
+def hide_scores(scores: Pointer, low: int, high: int, count: int) -> None:
     """scores ← −∞ outside of [low, high)."""
     for i in range(count):
         if i < low or i >= high:
@@ -26,7 +32,7 @@ def hide_scores(scores, low, high, count):
 
 
 @jit
-def online_softmax(scores, count, maxima, sums, row):
+def online_softmax(scores: Pointer, count: int, maxima: Pointer, sums: Pointer, row: int) -> Any:
     """scores ← exp(scores − maximum so far); update the row's maximum and sum.
 
     Returns the factor by which what the row has summed up so far must be scaled.

@@ -1,16 +1,18 @@
-"""store_kv on CPUs (what it computes: kernels/reference/store_kv.py). Tokens are shared out over the threads."""
+"""store_kv on CPUs (what it computes: kernels/reference/store_kv.py): tokens over threads."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
-from kernels.cpu.memory import INT64, KINDS, elements, load, size_of, store
+from kernels.cpu.memory import INT64, KINDS, Kind, Pointer, elements, load, size_of, store
 from kernels.cpu.workspace import WORKSPACE
 
 
-def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
     """Write each token's key and value to its slot; slots that are not named stay as they are."""
     run(
         GOMP_PARALLEL,
@@ -35,8 +37,8 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
 class Job(NamedTuple):
     """The arguments; tensors as addresses, strides in elements."""
 
-    kind: object
-    cache_kind: object
+    kind: Kind
+    cache_kind: Kind
     key: int
     value: int
     key_cache: int
@@ -59,7 +61,7 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp, threads, counter, *arguments):
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
     """Share the tokens out."""
     job = Job(*arguments)
     work_size = 2 * job.num_tokens * job.num_heads * job.head_dim
@@ -68,7 +70,7 @@ def run(gomp, threads, counter, *arguments):
 
 
 @jit
-def work(share):
+def work(share: tuple[Job, int, int]) -> None:
     """One thread: take items until none is left."""
     job, counter, items = share
     slots = elements(INT64, job.slot_mapping)
@@ -81,7 +83,7 @@ def work(share):
 
 
 @jit
-def store_token(job, token, slot):
+def store_token(job: Job, token: int, slot: int) -> None:
     """All heads of one token."""
     size, cache_size = size_of(job.kind), size_of(job.cache_kind)
     block = slot // job.block_size
@@ -96,7 +98,7 @@ def store_token(job, token, slot):
 
 
 @jit
-def copy_head(source, destination, head_dim):
+def copy_head(source: Pointer, destination: Pointer, head_dim: int) -> None:
     """One head, converted to the destination's kind."""
     for i in range(head_dim):
         store(destination, i, load(source, i))

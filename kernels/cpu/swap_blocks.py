@@ -1,4 +1,4 @@
-"""swap_blocks on CPUs (what it does: kernels/reference/swap_blocks.py). A block is one contiguous range: one memcpy."""
+"""swap_blocks on CPUs (what it does: kernels/reference/swap_blocks.py): one memcpy per block."""
 
 from torch import Tensor
 

@@ -1,17 +1,16 @@
-"""The two inner loops of attention, written for vector registers: a small matrix product and a 16 × 16 transposition.
+"""The two inner loops of attention, for vector registers: a small matrix product and a transposition.
 
-Both read rows through a list of addresses (int64), so that a row may lie anywhere: in a block of the cache, or in scratch.
-They are emitted as LLVM vectors of 16 floats, which LLVM fits to the registers that the CPU has.
+Both read rows through a list of addresses (int64): a row may lie anywhere, in the cache or in scratch. They
+are emitted as LLVM vectors of 16 floats, which LLVM fits to the registers that the CPU has.
 """
 
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
-from numba.extending import intrinsic
 
+from kernels.cpu.jit import cgutils, intrinsic, literal_intrinsic
 from kernels.cpu.memory import BITS, FLOAT, LANES, emit_load
 
 INT64 = ir.IntType(64)
@@ -19,7 +18,7 @@ VECTOR = ir.VectorType(FLOAT, LANES)
 ROWS = 4  # rows of one product: 4 × 4 vectors of sums, which leaves half of AVX-512's registers for operands
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@literal_intrinsic
 def tile_product(
     typing_context: Any,
     kind: Any,
@@ -94,14 +93,16 @@ def emit_broadcast(builder: Any, scalar: Any) -> Any:
     """The scalar in every lane."""
     undefined = ir.Constant(VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    return builder.shuffle_vector(
+        first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    )
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def transpose(typing_context: Any, kind: Any, rows: Any, offset: Any, result: Any, result_stride: Any) -> Any:
     """result[j, i] = row i, element j, as float32, for 16 rows and 16 elements.
 
-    Row i starts at rows[i] + offset (addresses; bytes); result is float32 at an address, with a stride in bytes.
+    Row i starts at rows[i] + offset (an address plus bytes); result is float32, with a row stride in bytes.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -121,7 +122,7 @@ def transpose(typing_context: Any, kind: Any, rows: Any, offset: Any, result: An
 
 
 def emit_transpose(builder: Any, values: list[Any]) -> list[Any]:
-    """Swap the off-diagonal quarters at distance 1, 2, 4 and 8: after that, lane i of vector j was lane j of vector i."""
+    """Swap off-diagonal quarters at distance 1, 2, 4, 8: then lane i of vector j was lane j of vector i."""
     values = list(values)
     distance = 1
     while distance < LANES:
@@ -139,5 +140,3 @@ def emit_shuffle(builder: Any, first: Any, second: Any, order: list[int]) -> Any
     """Lanes picked from the two vectors, one after the other."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), order)
     return builder.shuffle_vector(first, second, mask)
-
-

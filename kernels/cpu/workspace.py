@@ -4,7 +4,6 @@ import threading
 
 import torch
 
-
 FIRST_SIZE = 4096  # bytes; holds the counters of the small kernels
 
 

@@ -1,0 +1,257 @@
+"""One work item of paged_attention: a piece of a sequence for one KV head, on one thread."""
+
+from typing import Any
+
+import numpy as np
+
+from kernels.cpu.attention_plan import (
+    PIECE_FIELDS,
+    TILE,
+    Job,
+    Plan,
+    Scratch,
+    padded,
+    partial_size,
+    scratch_of,
+)
+from kernels.cpu.exponential import exp
+from kernels.cpu.jit import jit, next_item
+from kernels.cpu.memory import FLOAT32, INT32, INT64, Kind, Pointer, elements, load, size_of, store
+from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, hide_scores, online_softmax
+from kernels.cpu.tile import ROWS, tile_product, transpose
+
+DIRECT_ROWS = 8  # up to this many rows, values are converted on the fly; beyond, once per tile into scratch
+
+
+@jit
+def work(job_and_plan: tuple[Job, Plan]) -> None:
+    """One thread: take items until none is left."""
+    job, plan = job_and_plan
+    scratch = scratch_of(job, plan.scratch + next_item(plan.next_thread) * plan.scratch_size)
+    transposed, converted = elements(INT64, scratch.transposed_rows), elements(INT64, scratch.converted_rows)
+    for i in range(job.head_dim):
+        transposed[i] = scratch.keys + i * TILE * 4
+    for i in range(TILE):
+        converted[i] = scratch.values + i * job.head_dim * 4
+    num_items = plan.num_pieces * job.num_kv_heads
+    item = next_item(plan.next_item)
+    while item < num_items:
+        index = item // job.num_kv_heads
+        attend(job, plan, scratch, index, item - index * job.num_kv_heads)
+        item = next_item(plan.next_item)
+
+
+@jit
+def attend(job: Job, plan: Plan, scratch: Scratch, index: int, head: int) -> None:
+    """One item: a piece for one KV head."""
+    piece = elements(INT64, plan.pieces + index * PIECE_FIELDS * 8)
+    sequence, first_row, num_rows, low, high = piece[0], piece[1], piece[2], piece[3], piece[4]
+    split, splits = piece[5], piece[6]
+    load_query(job, scratch, sequence, head, first_row, num_rows)
+    for first_key in range(low, high, TILE):
+        count = min(TILE, high - first_key)
+        find_rows(job, scratch, sequence, head, first_key, count)
+        score(job, scratch, num_rows, count)
+        weigh(job, scratch, piece, first_key, count)
+        accumulate(job, scratch, num_rows, count)
+    if splits == 1:
+        write_out(job, scratch, piece, head)
+        return
+    size = partial_size(job, num_rows) * 4
+    first = plan.partials + piece[7] * 4 + head * splits * size
+    keep_partial(job, scratch, num_rows, first + split * size)
+    if next_item(plan.finished + ((index - split) * job.num_kv_heads + head) * 8) == splits - 1:
+        merge(job, scratch, num_rows, first, splits, size)
+        write_out(job, scratch, piece, head)
+
+
+@jit
+def load_query(job: Job, scratch: Scratch, sequence: int, head: int, first_row: int, num_rows: int) -> None:
+    """Copy the rows to scratch as scaled float32, pad with zero rows, and start their sums."""
+    starts = elements(INT32, job.query_start)
+    rows, sums = elements(FLOAT32, scratch.query), elements(FLOAT32, scratch.sums)
+    maxima, weights = elements(FLOAT32, scratch.maxima), elements(FLOAT32, scratch.weights)
+    source = elements(job.query_kind, job.query)
+    scale = np.float32(job.scale)
+    for row in range(padded(num_rows)):
+        maxima[row] = NEVER
+        weights[row] = ZERO
+        place = row * job.head_dim
+        token = (first_row + row) // job.group
+        head_in_group = first_row + row - token * job.group
+        start = (starts[sequence] + token) * job.query_token + (
+            head * job.group + head_in_group
+        ) * job.query_head
+        for i in range(job.head_dim):
+            sums[place + i] = ZERO
+        if row < num_rows:
+            for i in range(job.head_dim):
+                rows[place + i] = load(source, start + i) * scale
+        else:
+            for i in range(job.head_dim):
+                rows[place + i] = ZERO
+
+
+@jit
+def position_of(job: Job, sequence: int, row: int) -> int:
+    """The position in its sequence of a row's token."""
+    starts, contexts = elements(INT32, job.query_start), elements(INT32, job.context_lens)
+    query_length: int = starts[sequence + 1] - starts[sequence]
+    context: int = contexts[sequence]
+    return context - query_length + row // job.group
+
+
+@jit
+def find_rows(job: Job, scratch: Scratch, sequence: int, head: int, first_key: int, count: int) -> None:
+    """Look up where the tile's keys and values lie; past the end, the last one is repeated."""
+    table = elements(INT32, job.block_tables + sequence * job.table_row * 4)
+    keys, values = elements(INT64, scratch.key_rows), elements(INT64, scratch.value_rows)
+    size = size_of(job.cache_kind)
+    index = 0
+    while index < count:
+        logical = (first_key + index) // job.block_size
+        offset = first_key + index - logical * job.block_size
+        block = np.int64(table[logical])
+        key = job.key_cache + (block * job.key_block + head * job.key_head + offset * job.key_slot) * size
+        value = (
+            job.value_cache
+            + (block * job.value_block + head * job.value_head + offset * job.value_slot) * size
+        )
+        run_length = min(job.block_size - offset, count - index)
+        for i in range(run_length):
+            keys[index + i] = key + i * job.key_slot * size
+            values[index + i] = value + i * job.value_slot * size
+        index += run_length
+    for i in range(count, TILE):
+        keys[i] = keys[count - 1]
+        values[i] = values[count - 1]
+
+
+@jit
+def score(job: Job, scratch: Scratch, num_rows: int, count: int) -> None:
+    """scores = rows · keysᵀ for the tile."""
+    size = size_of(job.cache_kind)
+    for group in range(0, count, 16):
+        for column in range(0, job.head_dim, 16):
+            place = scratch.keys + (column * TILE + group) * 4
+            transpose(job.cache_kind, scratch.key_rows + group * 8, column * size, place, TILE * 4)
+    row_size = job.head_dim * 4
+    for row in range(0, num_rows, ROWS):
+        tile_product(
+            FLOAT32,
+            4,
+            0,
+            scratch.query + row * row_size,
+            row_size,
+            scratch.transposed_rows,
+            0,
+            job.head_dim,
+            scratch.scores + row * TILE * 4,
+            TILE * 4,
+        )
+
+
+@jit
+def weigh(job: Job, scratch: Scratch, piece: Pointer, first_key: int, count: int) -> None:
+    """scores → weights of the online softmax; what the rows have summed up is rescaled."""
+    maxima, weights = elements(FLOAT32, scratch.maxima), elements(FLOAT32, scratch.weights)
+    soft_cap: Any = np.float32(job.soft_cap)
+    sequence, first_row, num_rows = piece[0], piece[1], piece[2]
+    for row in range(num_rows):
+        scores = elements(FLOAT32, scratch.scores + row * TILE * 4)
+        if soft_cap > ZERO:
+            cap_scores(scores, TILE, soft_cap)
+        position = position_of(job, sequence, first_row + row)
+        last = min(count, position + 1 - first_key)
+        first = position + 1 - job.sliding_window - first_key if job.sliding_window > 0 else 0
+        if first > 0 or last < TILE:
+            hide_scores(scores, first, last, TILE)
+        factor = online_softmax(scores, TILE, maxima, weights, row)
+        if factor != ONE:
+            sums = elements(FLOAT32, scratch.sums + row * job.head_dim * 4)
+            for i in range(job.head_dim):
+                sums[i] *= factor
+
+
+@jit
+def accumulate(job: Job, scratch: Scratch, num_rows: int, count: int) -> None:
+    """sums += weights · values for the tile."""
+    if num_rows <= DIRECT_ROWS:
+        add_products(job, scratch, job.cache_kind, scratch.value_rows, num_rows, count)
+        return
+    values = elements(INT64, scratch.value_rows)
+    for i in range(count):
+        source = elements(job.cache_kind, values[i])
+        converted = elements(FLOAT32, scratch.values + i * job.head_dim * 4)
+        for j in range(job.head_dim):
+            converted[j] = load(source, j)
+    add_products(job, scratch, FLOAT32, scratch.converted_rows, num_rows, count)
+
+
+@jit
+def add_products(job: Job, scratch: Scratch, kind: Kind, value_rows: int, num_rows: int, count: int) -> None:
+    """sums[4 rows, 64 or 16 columns] += weights · values, tile by tile."""
+    row_size = job.head_dim * 4
+    wide = job.head_dim // 64 * 64
+    for row in range(0, num_rows, ROWS):
+        left = scratch.scores + row * TILE * 4
+        for column in range(0, wide, 64):
+            result = scratch.sums + row * row_size + column * 4
+            offset = column * size_of(kind)
+            tile_product(kind, 4, 1, left, TILE * 4, value_rows, offset, count, result, row_size)
+        for column in range(wide, job.head_dim, 16):
+            result = scratch.sums + row * row_size + column * 4
+            offset = column * size_of(kind)
+            tile_product(kind, 1, 1, left, TILE * 4, value_rows, offset, count, result, row_size)
+
+
+@jit
+def write_out(job: Job, scratch: Scratch, piece: Pointer, head: int) -> None:
+    """out = sums / sum of weights."""
+    starts = elements(INT32, job.query_start)
+    sums, weights = elements(FLOAT32, scratch.sums), elements(FLOAT32, scratch.weights)
+    sequence, first_row, num_rows = piece[0], piece[1], piece[2]
+    out = elements(job.query_kind, job.out)
+    for row in range(num_rows):
+        token = (first_row + row) // job.group
+        head_in_group = first_row + row - token * job.group
+        start = (starts[sequence] + token) * job.out_token + (head * job.group + head_in_group) * job.out_head
+        factor = ONE / weights[row]
+        for i in range(job.head_dim):
+            store(out, start + i, sums[row * job.head_dim + i] * factor)
+
+
+@jit
+def keep_partial(job: Job, scratch: Scratch, num_rows: int, address: int) -> None:
+    """Write one split's sums, maxima and sums of weights down."""
+    kept, sums = elements(FLOAT32, address), elements(FLOAT32, scratch.sums)
+    maxima, weights = elements(FLOAT32, scratch.maxima), elements(FLOAT32, scratch.weights)
+    place = num_rows * job.head_dim
+    for i in range(place):
+        kept[i] = sums[i]
+    for row in range(num_rows):
+        kept[place + row] = maxima[row]
+        kept[place + num_rows + row] = weights[row]
+
+
+@jit
+def merge(job: Job, scratch: Scratch, num_rows: int, first: int, splits: int, size: int) -> None:
+    """Sum up the partial results in the order of the splits, each rescaled to the common maximum."""
+    sums = elements(FLOAT32, scratch.sums)
+    maxima, weights = elements(FLOAT32, scratch.maxima), elements(FLOAT32, scratch.weights)
+    place = num_rows * job.head_dim
+    for row in range(num_rows):
+        best = NEVER
+        for split in range(splits):
+            maximum = elements(FLOAT32, first + split * size)[place + row]
+            best = maximum if maximum > best else best
+        maxima[row] = best
+        weights[row] = ZERO
+        for i in range(job.head_dim):
+            sums[row * job.head_dim + i] = ZERO
+        for split in range(splits):
+            partial = elements(FLOAT32, first + split * size)
+            factor = exp(partial[place + row] - best)
+            weights[row] += factor * partial[place + num_rows + row]
+            for i in range(job.head_dim):
+                sums[row * job.head_dim + i] += factor * partial[row * job.head_dim + i]
