@@ -1,10 +1,17 @@
 """The terminal chat against small servers: what is sent, what is shown, and what is remembered."""
 
+import asyncio
+import contextlib
 import io
 import json
+import os
+import pty
+import select
+import signal
 import socket
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -209,19 +216,39 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     assert "is `pagekeeper serve` running there?" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.fixture
-def real_server() -> Iterator[tuple[str, list[str | None]]]:
-    """A real HTTP server that streams one reply: its address, and the keys it was shown."""
-    keys: list[str | None] = []
+class RealServer:
+    """What a real HTTP server was shown; it answers "endless" with a reply that never ends."""
 
-    async def models(request: Request) -> JSONResponse:
-        keys.append(request.headers.get("authorization"))
+    def __init__(self) -> None:
+        self.url = ""
+        self.keys: list[str | None] = []
+        self.disconnected = threading.Event()
+
+    async def models(self, request: Request) -> JSONResponse:
+        self.keys.append(request.headers.get("authorization"))
         return JSONResponse({"data": [{"id": "tiny"}]})
 
-    async def chat(request: Request) -> StreamingResponse:
-        return StreamingResponse(iter([encoded(stream_of("Hel", "lo"))]), media_type="text/event-stream")
+    async def chat(self, request: Request) -> StreamingResponse:
+        question = (await request.json())["messages"][-1]["content"]
+        replies = self.endless() if question == "endless" else one_piece(encoded(stream_of("Hel", "lo")))
+        return StreamingResponse(replies, media_type="text/event-stream")
 
-    routes = [Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
+    async def endless(self) -> AsyncIterator[bytes]:
+        yield broken_off("so far")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.disconnected.set()
+
+
+async def one_piece(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+@pytest.fixture
+def real_server() -> Iterator[RealServer]:
+    real = RealServer()
+    routes = [Route("/v1/models", real.models), Route("/v1/chat/completions", real.chat, methods=["POST"])]
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -229,7 +256,8 @@ def real_server() -> Iterator[tuple[str, list[str | None]]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}", keys
+            real.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield real
         finally:
             server.should_exit = True
             thread.join(timeout=30)
@@ -237,11 +265,10 @@ def real_server() -> Iterator[tuple[str, list[str | None]]]:
 
 
 def test_the_command_talks_with_a_real_server(
-    real_server: tuple[str, list[str | None]],
+    real_server: RealServer,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    url, keys = real_server
     lines = iter(["Hi"])
 
     def read(_: str) -> str:
@@ -252,6 +279,66 @@ def test_the_command_talks_with_a_real_server(
 
     monkeypatch.setenv("PAGEKEEPER_MODEL", "/a/path/that/is/not/a/name")
     monkeypatch.setattr("builtins.input", read)
-    assert chat_client.main([f"--url={url}", "--api-key=k"]) == 0
+    assert chat_client.main([f"--url={real_server.url}", "--api-key=k"]) == 0
     assert "Hello" in capsys.readouterr().out
-    assert keys == ["Bearer k"]
+    assert real_server.keys == ["Bearer k"]
+
+
+class Terminal:
+    """A program in a terminal of its own; every wait is bounded by a minute of silence."""
+
+    def __init__(self, *command: str) -> None:
+        self.shown = b""
+        self.ended = False
+        self.process, self.master = pty.fork()
+        if self.process == 0:
+            os.execv(command[0], command)
+
+    def read_until(self, text: str) -> None:
+        """Fails if the program ends before `text` is shown. What comes after it is for the next call."""
+        while text.encode() not in self.shown:
+            self.shown += self.read()
+        self.shown = self.shown.partition(text.encode())[2]
+
+    def read(self) -> bytes:
+        readable, _, _ = select.select([self.master], [], [], 60)
+        assert readable, f"nothing more after {self.shown!r}"
+        return os.read(self.master, 4096)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def exit_status(self) -> int:
+        """Reads on until the program has closed the terminal."""
+        with contextlib.suppress(OSError):  # Linux answers EIO then
+            while self.read():
+                continue
+        self.ended = True
+        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+
+
+@pytest.fixture
+def terminal(real_server: RealServer) -> Iterator[Terminal]:
+    """A chat with the real server."""
+    program = f"from services.chat_client import main; raise SystemExit(main(['--url={real_server.url}']))"
+    terminal = Terminal(sys.executable, "-c", program)
+    yield terminal
+    os.close(terminal.master)
+    if not terminal.ended:
+        os.kill(terminal.process, signal.SIGKILL)
+        os.waitpid(terminal.process, 0)
+
+
+def test_ctrl_c_and_ctrl_d_in_a_real_terminal(real_server: RealServer, terminal: Terminal) -> None:
+    terminal.read_until("> ")
+    terminal.type(b"endless\n")
+    terminal.read_until("so far")
+    terminal.type(b"\x03")
+    terminal.read_until("stopped · 6 characters")
+    assert real_server.disconnected.wait(30)
+    terminal.read_until("> ")
+    terminal.type(b"Hi\n")
+    terminal.read_until("16 of 20 prompt tokens cached")
+    terminal.read_until("> ")
+    terminal.type(b"\x04")
+    assert terminal.exit_status() == 0
