@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import socket
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services import model_source
+from services.lock_files import held
 from services.ready import curl_line, fetch, reason, url_of
 from services.serve_config import ServeConfig
 from services.supervision import CONFIGURATION_ERROR, Child
@@ -84,20 +84,10 @@ def bind(host: str, port: int) -> socket.socket:
 def sweep(pool_directory: str) -> None:
     """Remove what killed processes left beside the pool, unless somebody still uses it."""
     pool = Path(pool_directory)
-    if not any(_held(lock) for lock in pool.glob("locks/*")):
+    if not any(held(lock) for lock in pool.glob("locks/*")):
         for pattern in ("locks/*", "sockets/*", "metrics/*"):
             for path in pool.glob(pattern):
                 path.unlink(missing_ok=True)
-
-
-def _held(lock: Path) -> bool:
-    """Whether another process holds the lock file."""
-    with contextlib.suppress(FileNotFoundError), lock.open("r+b") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 async def watch(config: ServeConfig, port: int, supervisor: Supervisor) -> None:
@@ -149,12 +139,12 @@ def serve(config: ServeConfig) -> int:
     model = model_source.resolve(config.model)
     say("supervisor", f"model {model}, pool {config.pool_directory}")
     try:
-        held = bind(config.host, config.port)
+        reserved = bind(config.host, config.port)
     except OSError as error:
         print(f"pagekeeper serve: {error}", file=sys.stderr)
         return CONFIGURATION_ERROR
-    with held:
-        status = asyncio.run(_serve(config, str(model), held.getsockname()[1]))
+    with reserved:
+        status = asyncio.run(_serve(config, str(model), reserved.getsockname()[1]))
     sweep(config.pool_directory)
     say("supervisor", "stopped")
     return status
