@@ -21,7 +21,8 @@ from services.chat_template import ChatTemplate
 from services.completions import CompletionsRoute
 from services.config import FrontendConfig, read_api_keys, split_list
 from services.context import Context, ServedModel
-from services.errors import ApiError, on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
+from services.errors import ApiError
+from services.handlers import on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
 from services.health import HealthRoute
 from services.metrics import Metrics
 from services.model_files import model_facts
@@ -68,7 +69,7 @@ def make_app(
             await backend.stop()
             metrics.close()
 
-    return Starlette(
+    app = Starlette(
         middleware=make_middleware(config),
         exception_handlers={
             ApiError: on_api_error,
@@ -78,6 +79,8 @@ def make_app(
         },
         lifespan=lifespan,
     )
+    app.state.request_log = config.request_log
+    return app
 
 
 def make_client(config: FrontendConfig, name: str) -> AsyncManagerClient:

@@ -36,7 +36,7 @@ class CompletionsRoute:
 
     async def answer(self, request: Request) -> CallResponse:
         context = self._context
-        body = await decode_request(request, _decoder, context.config.max_body_bytes)
+        body = await decode_request(request, _decoder, context.config)
         context.model.check_name(body.model)
         check_common(body)
         n, best_of = _check(body)

@@ -30,8 +30,11 @@ class FrontendConfig:
     keep_alive_seconds: float = setting(
         15.0, "silence in a stream after which a comment is sent", unit="seconds", minimum=0.01
     )
-    write_timeout_seconds: float = setting(
-        300.0, "how long a stream waits for a client that does not read", unit="seconds", minimum=0.1
+    client_timeout_seconds: float = setting(
+        120.0,
+        "how long a client may take to send a body, or not read what is sent",
+        unit="seconds",
+        minimum=0.1,
     )
     drain_seconds: float = setting(
         30.0, "how long running requests may go on after SIGTERM", unit="seconds", minimum=0.0, maximum=3600

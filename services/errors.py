@@ -1,8 +1,6 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` with a status."""
 
 import msgspec
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import Response
 
 from kvmanager.errors import HTTP_STATUS, PagekeeperError
@@ -67,31 +65,3 @@ def from_pagekeeper(error: PagekeeperError) -> ApiError:
     headers = {"retry-after": str(max(1, round(error.retry_after)))} if status == 503 else {}
     code = "context_length_exceeded" if error.code == "can_never_fit" else error.code
     return ApiError(status, error.message, code=code, headers=headers)
-
-
-async def on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def on_pagekeeper_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, PagekeeperError)
-    return from_pagekeeper(error).response()
-
-
-async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Routing's own errors (404, 405) in the same shape."""
-    assert isinstance(error, HTTPException)
-    messages = {
-        404: f"no such route: {request.method} {request.url.path}",
-        405: f"{request.method} is not allowed on {request.url.path}; "
-        f"allowed: {(error.headers or {}).get('Allow', 'none')}",
-    }
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = messages.get(error.status_code, error.detail)
-    return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})).response()
-
-
-async def on_unexpected(request: Request, error: Exception) -> Response:
-    """A bug: the client learns that it is ours; the traceback goes to the log."""
-    return ApiError(500, "internal error; the server's log has the details", code="internal").response()

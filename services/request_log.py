@@ -2,12 +2,17 @@
 
 import json
 import logging
+from typing import Final
+
+from starlette.requests import Request
 
 from services.call import Call
 from services.context import Context
 from services.errors import ApiError
 from services.generation import Generation
 from services.metrics import E2E, OUTPUT_LENGTH, PROMPT_LENGTH, REQUESTS, TPOT, Metrics
+
+LOGGED: Final = "logged"  # key in the request's state: its line is written
 
 log = logging.getLogger("pagekeeper.requests")
 
@@ -21,6 +26,19 @@ def log_call(
         _measure(context.metrics, generation, _reason(generation.request.outputs[0].finish_reason, error))
     if context.config.request_log:
         log.info("%s", json.dumps(_line(call, request_id, status, error, reasons, now)))
+
+
+def log_refusal(request: Request, error: ApiError) -> None:
+    """A POST that was refused before it became a call; one that failed later has its line already."""
+    state = request.scope.get("state", {})
+    if request.method == "POST" and request.app.state.request_log and not state.get(LOGGED):
+        line = {
+            "request_id": state.get("request_id", ""),
+            "route": request.url.path,
+            "status": error.status,
+            "error": error.message,
+        }
+        log.info("%s", json.dumps(line))
 
 
 def _reason(finish_reason: str | None, error: ApiError | None) -> str:

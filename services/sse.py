@@ -11,7 +11,7 @@ from services.call import Call
 from services.context import Context
 from services.errors import ApiError, from_pagekeeper
 from services.generation import ChoiceStream
-from services.request_log import log_call
+from services.request_log import LOGGED, log_call
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
@@ -148,12 +148,12 @@ class CallResponse:
         return data
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> bool:
-        """Whether it was taken. Waits while the client does not read, within `write_timeout_seconds`; then
+        """Whether it was taken. Waits while the client does not read, within `client_timeout_seconds`; then
         the client counts as gone.
         """
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
         try:
-            async with asyncio.timeout(self._context.config.write_timeout_seconds):
+            async with asyncio.timeout(self._context.config.client_timeout_seconds):
                 await send(message)
         except TimeoutError:
             self._gone = True
@@ -161,10 +161,12 @@ class CallResponse:
         return True
 
     def _record(self, scope: Scope, status: int) -> None:
+        state = scope.setdefault("state", {})
+        state[LOGGED] = True
         log_call(
             self._context,
             self._call,
-            request_id=scope.get("state", {}).get("request_id", ""),
+            request_id=state.get("request_id", ""),
             status=status,
             error=self._error(),
             now=time.monotonic(),

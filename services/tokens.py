@@ -22,10 +22,10 @@ class TokensRoute:
 
     def __init__(self, context: Context) -> None:
         self._model = context.model
-        self._limit = context.config.max_body_bytes
+        self._config = context.config
 
     async def tokenize(self, request: Request) -> Response:
-        body = await decode_request(request, _tokenize, self._limit)
+        body = await decode_request(request, _tokenize, self._config)
         self._model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either `prompt` or `messages`", param="prompt", code="invalid_value")
@@ -40,7 +40,7 @@ class TokensRoute:
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        body = await decode_request(request, _detokenize, self._limit)
+        body = await decode_request(request, _detokenize, self._config)
         self._model.check_name(body.model)
         ids = token_ids("tokens", body.tokens, self._model.tokenizer.vocab_size)
         text = self._model.tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,5 +1,6 @@
 """From a body's bytes to checked values: every error names the field, the value and what is allowed."""
 
+import asyncio
 import re
 import secrets
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from kvmanager.protocol import MAX_CHOICES, SamplingParams
+from services.config import FrontendConfig
 from services.errors import ApiError, invalid
 from services.openai_types import (
     MAX_STOP_CHARS,
@@ -65,14 +67,21 @@ async def read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def decode_request(request: Request, decoder: "msgspec.json.Decoder[Body]", limit: int) -> Body:
-    """Read and decode the body. Raises ApiError 400 or 413."""
+async def decode_request(
+    request: Request, decoder: "msgspec.json.Decoder[Body]", config: FrontendConfig
+) -> Body:
+    """Read and decode the body. Raises ApiError 400, 408 or 413."""
     try:
-        return decode(decoder, await read_body(request, limit))
+        async with asyncio.timeout(config.client_timeout_seconds):
+            data = await read_body(request, config.max_body_bytes)
     except ClientDisconnect:
         raise ApiError(
             400, "the client went away while it sent the body", code="client_disconnected"
         ) from None
+    except TimeoutError:
+        message = f"the body did not arrive within {config.client_timeout_seconds:g} s"
+        raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
+    return decode(decoder, data)
 
 
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:

@@ -37,7 +37,7 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"prompt": "Hello", "max_tokens": 100, **fields}
 
 
-def raw_request(stack: Stack, *, close: bool = False, **fields: Any) -> socket.socket:
+def raw_request(stack: Stack, *, close: bool = False, declared: int = 0, **fields: Any) -> socket.socket:
     """A connection (with a small receive buffer) on which the request was sent, and nothing read."""
     host, port = stack.url.removeprefix("http://").split(":")
     connection = socket.socket()
@@ -45,7 +45,7 @@ def raw_request(stack: Stack, *, close: bool = False, **fields: Any) -> socket.s
     connection.settimeout(20)
     connection.connect((host, int(port)))
     data = json.dumps(body(**fields)).encode()
-    head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(data)}"]
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {declared or len(data)}"]
     head += ["Connection: close"] if close else []
     connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
     return connection
@@ -184,6 +184,13 @@ def test_a_request_waits_for_a_manager_that_comes_late() -> None:
         stack.start_manager()
         stack.manager.script = says(TEXT)
         wait_until(lambda: b"nine ten" in connection.recv(65536, socket.MSG_PEEK), "the answer")
+        connection.close()
+
+
+def test_a_body_that_does_not_come_is_408() -> None:
+    with Stack(client_timeout_seconds=0.2) as stack:
+        connection = raw_request(stack, prompt="Hello", declared=10**6)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408")
         connection.close()
 
 

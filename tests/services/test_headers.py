@@ -86,6 +86,15 @@ def test_request_ids_are_echoed_or_made(stack: Stack) -> None:
         assert get(stack, **{"x-request-id": odd}).headers["x-request-id"] not in (odd, made)
 
 
+def test_a_refusal_is_logged_once(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"x-request-id": "bad", "authorization": "Bearer first"}
+    with caplog.at_level(logging.INFO, "pagekeeper.requests"):
+        httpx.post(f"{stack.url}/v1/completions", json={}, headers=headers, timeout=20)
+    (line,) = map(json.loads, caplog.messages)
+    assert (line["request_id"], line["status"]) == ("bad", 400)
+    assert "`prompt` is missing" in line["error"]
+
+
 def test_two_requests_with_one_id_do_not_meet(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
     headers = {"x-request-id": "same", "authorization": "Bearer first"}
     with caplog.at_level(logging.INFO, "pagekeeper.requests"):
