@@ -12,11 +12,11 @@ class FrontendConfig:
     """A frontend: HTTP, tokenising, streaming. Holds nothing that another frontend would need."""
 
     model: str = setting("", "path of the model: a Hugging Face folder or a GGUF file")
-    served_model_name: str = setting("", "the model's name in the API; none: the path's last part")
+    served_model_name: str = setting("", "the model's name in the API; none: its own")
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "TCP port to listen on; 0: any free one", minimum=0, maximum=65535)
     reuse_port: bool = setting(False, "share the port with other frontends (SO_REUSEPORT)")
-    name: str = setting("", "this process's name in the pool directory; none: frontend-<pid>")
+    name: str = setting("", "this process's name in the pool directory; none: frontend-<host>-<pid>")
     pool_directory: str = setting(default_pool_directory(), "where the pool, its locks and its sockets lie")
     manager: str = setting("", "ZeroMQ endpoint of the manager; none: a socket in the pool directory")
     max_model_len: int = setting(0, "longest prompt and output; 0: the model's own", unit="tokens", minimum=0)

@@ -241,9 +241,14 @@ class World:
         start = max(0, self.sent[index] - self.random.choice((0, 0, 0, 1, 2)))
         end = min(len(known), self.sent[index] + self.random.randint(1, 3))
         self.sent[index] = end
-        finish = "length" if end == len(known) else None
-        ids = tuple(known[start:end])
-        made = TokenEvent("r", self.submit.attempt, index, start, ids, 0, finish_reason=finish)  # type: ignore[arg-type]
+        made = event(
+            self.request,
+            start,
+            tuple(known[start:end]),
+            attempt=self.submit.attempt,
+            choice=index,
+            finish_reason="length" if end == len(known) else None,
+        )
         self.apply(self.tracker.tokens(0.0, TokenBatch((made,))))
 
     def die(self) -> None:
