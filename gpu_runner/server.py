@@ -1,0 +1,210 @@
+"""The runner's loop: one thread between manager, scheduler, engine and frontends.
+
+It never waits while a sequence can compute. When none can, it polls its sockets, for IDLE_WAIT at most, so
+that the manager keeps hearing from it.
+"""
+
+import logging
+import os
+import time
+from typing import Final
+
+import zmq
+
+from gpu_runner.config import RunnerConfig
+from gpu_runner.engine import Engine
+from gpu_runner.scheduler import Limits, Scheduler
+from gpu_runner.token_sender import TokenSender
+from kvmanager.client import ManagerClient
+from kvmanager.errors import PagekeeperError
+from kvmanager.protocol import (
+    PROTOCOL_VERSION,
+    Directives,
+    Draining,
+    Fenced,
+    Ready,
+    RunnerHello,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT: Final = 0.2  # seconds
+HELLO_WAIT: Final = 2.0  # seconds between looks at whether to stop, while the manager does not answer
+LAST_PUSH_WAIT: Final = 2.0  # seconds that frontends get at the end to take what waits for them
+
+
+class Server:
+    """One runner under successive sessions with the manager. `run` serves until `drain`."""
+
+    def __init__(self, config: RunnerConfig, engine: Engine) -> None:
+        """Takes the lock of `config.full_name`. Raises PagekeeperError if another process holds it."""
+        self._config = config
+        self._engine = engine
+        hello = RunnerHello(
+            PROTOCOL_VERSION,
+            config.full_name,
+            config.full_name,
+            engine.layout,
+            config.max_num_seqs,
+            engine.max_model_len,
+        )
+        self._client = ManagerClient(config.manager, hello, config.pool_directory)
+        self._sender = TokenSender(config.frontend_seconds, config.max_unsent_tokens)
+        self._limits = Limits(
+            engine.layout.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            engine.max_model_len,
+        )
+        self._scheduler = self._new_scheduler()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._fenced = False
+        self._draining = False
+        self._drain_until: float | None = None  # once the manager was told
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._limits, self._engine.eos_token_ids)
+
+    def drain(self) -> None:
+        """Finish what runs, for `drain_seconds` at most, then let `run` return. From any thread or signal."""
+        self._draining = True
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            return  # it is awake already
+
+    def run(self) -> None:
+        """Serve. Raises PagekeeperError if the manager refuses this runner or stays away."""
+        try:
+            self._begin_session(first=True)
+            while not self._drained():
+                self._step()
+        finally:
+            self._close()
+
+    # --- sessions -------------------------------------------------------------------------------------------
+
+    def _begin_session(self, first: bool = False) -> None:
+        """Say Hello until there is a session; what ran under an earlier one is forgotten."""
+        welcome = self._connect()
+        if welcome is None:
+            return
+        self._fenced = False
+        self._scheduler = self._new_scheduler()
+        self._drain_until = None
+        self._engine.attach(welcome.pool_directory, welcome.num_blocks)
+        log.info("session began %s", _pairs(session=welcome.session.incarnation, blocks=welcome.num_blocks))
+        if first:
+            self._warm_up()
+        if not self._fenced:
+            self._client.send(Ready())
+
+    def _connect(self) -> Welcome | None:
+        """A new session, or None when this runner is to stop before there is one."""
+        deadline = time.monotonic() + self._config.connect_seconds
+        while not self._draining:
+            left = deadline - time.monotonic()
+            try:
+                return self._client.connect(min(max(left, 0.0), HELLO_WAIT))
+            except PagekeeperError as error:
+                if error.code != "manager_absent":
+                    raise
+                if left <= HELLO_WAIT:
+                    raise self._absent() from None
+        return None
+
+    def _absent(self) -> PagekeeperError:
+        where = self._config.manager or f"pool directory {self._config.pool_directory}"
+        return PagekeeperError(
+            "manager_absent",
+            f"no KV manager answered at {where} within connect_seconds={self._config.connect_seconds:g}: "
+            "start one there, or name the right one with --manager or --pool-directory",
+        )
+
+    def _warm_up(self) -> None:
+        began = time.monotonic()
+
+        def progress(text: str) -> None:
+            log.info("warming up %s", text)
+            self._receive()
+
+        self._engine.warm_up(progress)
+        log.info("ready %s", _pairs(warm_up_s=round(time.monotonic() - began, 2)))
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._receive()
+        if self._fenced:
+            self._begin_session()
+            return
+        if self._draining and self._drain_until is None:
+            self._begin_drain()
+        plan = self._scheduler.schedule()
+        if (report := self._scheduler.report()) is not None:
+            self._client.send(report)
+        if plan is None:
+            self._sender.flush()
+            self._wait(IDLE_WAIT)
+            return
+        self._sender.send(self._scheduler.update(plan, self._engine.execute(plan)))
+
+    def _receive(self) -> None:
+        for message in self._client.receive():
+            if isinstance(message, Fenced):
+                log.warning(
+                    "fenced by the manager %s", _pairs(boot_id=message.boot_id, dropped=self._running)
+                )
+                self._fenced = True
+            elif isinstance(message, Directives):
+                for start in message.starts:
+                    self._sender.prepare(start.token_endpoint)
+                self._scheduler.handle(message)
+
+    @property
+    def _running(self) -> int:
+        return self._scheduler.statistics().sequences
+
+    def _wait(self, seconds: float) -> None:
+        """Until a message comes, a frontend takes tokens again, or `drain` is called; `seconds` at most."""
+        poller = zmq.Poller()
+        poller.register(self._client.socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        for socket in self._sender.blocked_sockets():
+            poller.register(socket, zmq.POLLOUT)
+        ready = dict(poller.poll(int(seconds * 1000)))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def _begin_drain(self) -> None:
+        self._drain_until = time.monotonic() + self._config.drain_seconds
+        self._client.send(Draining())
+        log.info("draining %s", _pairs(running=self._running, drain_seconds=self._config.drain_seconds))
+
+    def _drained(self) -> bool:
+        """True once this runner may stop: nothing runs, or the time for it is over, or it has no session."""
+        if not self._draining:
+            return False
+        if self._client.session is None:
+            return True
+        if self._drain_until is None:
+            return False
+        return not self._running or time.monotonic() >= self._drain_until
+
+    def _close(self) -> None:
+        """Give frontends a last chance to take their tokens, then let go of everything."""
+        until = time.monotonic() + LAST_PUSH_WAIT
+        while not self._sender.flush() and (left := until - time.monotonic()) > 0:
+            self._wait(min(left, IDLE_WAIT))
+        log.info("ended %s", _pairs(left_running=self._running, steps=self._scheduler.statistics().steps))
+        self._sender.close()
+        self._client.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def _pairs(**values: object) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
