@@ -7,6 +7,7 @@ from gpu_runner.config import RunnerConfig
 from kvmanager.client import default_pool_directory
 from kvmanager.config import ManagerConfig
 from kvmanager.settings import allowed, env_name, flag_name, parse_bytes
+from services.chat_client import ChatConfig
 from services.config import FrontendConfig
 from services.serve_config import ServeConfig
 
@@ -31,6 +32,7 @@ PROCESSES: tuple[tuple[str, type[Any]], ...] = (
     ("pagekeeper kvmanager", ManagerConfig),
     ("pagekeeper runner", RunnerConfig),
     ("pagekeeper frontend", FrontendConfig),
+    ("pagekeeper chat", ChatConfig),
 )
 
 
