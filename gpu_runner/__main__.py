@@ -1,0 +1,68 @@
+"""`python -m gpu_runner`: one runner, until SIGTERM or SIGINT."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from gpu_runner.config import RunnerConfig
+from gpu_runner.engine import Engine
+from gpu_runner.server import Server
+from kvmanager.errors import PagekeeperError
+from kvmanager.settings import load
+
+log = logging.getLogger("gpu_runner")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def load_engine(config: RunnerConfig) -> Engine:
+    """Torch is imported here, with the number of threads set. Raises ValueError for what cannot be loaded."""
+    if not config.model:
+        raise ValueError("model='' is not allowed: give the path of a model with --model")
+    if config.threads:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            os.environ[name] = str(config.threads)
+    from gpu_runner.torch_engine import TorchEngine
+
+    return TorchEngine(config)
+
+
+def serve(config: RunnerConfig, engine: Engine) -> None:
+    """Until a signal comes. Raises PagekeeperError, whose text says why this runner cannot serve."""
+    described = " ".join(f"{name}={value}" for name, value in engine.describe().items())
+    log.info("loaded model=%s %s", config.model, described)
+    server = Server(config, engine)
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: server.drain())
+    server.run()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0 after a drain, 1 with one line on stderr if there is nothing to serve."""
+    config = load(RunnerConfig, "pagekeeper runner", argv, os.environ)
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: sys.exit(0))
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {config.full_name} %(message)s",
+    )
+    try:
+        engine = load_engine(config)
+    except ValueError as error:
+        return _failed(error)
+    try:
+        serve(config, engine)
+    except PagekeeperError as error:
+        return _failed(error)
+    return 0
+
+
+def _failed(error: Exception) -> int:
+    print(f"pagekeeper runner: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
