@@ -1,5 +1,7 @@
 """Real HTTP against a real frontend, with a fake manager and runner behind real sockets."""
 
+import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +9,9 @@ import httpx
 import openai
 import pytest
 
+from services.chat import render_prompt
+from services.errors import ApiError
+from services.openai_types import ChatMessage, TokenizeRequest
 from tests.services.fake_stack import Stack, events, says, wait_until
 
 EMOJI = "Hi 👋🏽 there, 👩‍👩‍👧 and 🇫🇷! Ça va? 你好。"
@@ -90,8 +95,6 @@ def test_openai_client_streams_chat(client: openai.OpenAI, stack: Stack) -> None
 
 
 async def _async_texts(stack: Stack) -> list[str]:
-    import asyncio
-
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="unused", timeout=20) as client:
 
         async def one() -> str:
@@ -104,8 +107,6 @@ async def _async_texts(stack: Stack) -> list[str]:
 
 
 def test_openai_client_async_streams_side_by_side(stack: Stack) -> None:
-    import asyncio
-
     assert asyncio.run(_async_texts(stack)) == [EMOJI] * 16
 
 
@@ -304,6 +305,47 @@ def test_defaults(stack: Stack) -> None:
     assert chat.sampling.max_tokens == stack.model.max_model_len - len(chat.prompt_token_ids)
     assert (chat.sampling.temperature, chat.sampling.top_p, chat.sampling.top_k) == (1.0, 1.0, 0)
     assert completion.sampling.seed != chat.sampling.seed
+
+
+def test_the_rest_of_chats_fields(stack: Stack) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "Of course: "}]
+    fields = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+    ask = {
+        "messages": messages,
+        **fields,
+        "max_completion_tokens": 50,
+        "prompt_logprobs": 0,
+        "return_token_ids": True,
+    }
+    answer = post(stack, "/v1/chat/completions", ask).json()
+    submit = stack.manager.submits[-1]
+    assert stack.model.tokenizer.decode(submit.prompt_token_ids).endswith("Of course: ")
+    assert (submit.sampling.max_tokens, submit.sampling.prompt_logprobs) == (50, 0)
+    assert answer["prompt_token_ids"] == list(submit.prompt_token_ids)
+    assert len(answer["prompt_logprobs"]) == len(submit.prompt_token_ids)
+    ids = answer["choices"][0]["token_ids"]
+    assert ids == [*stack.model.tokenizer.encode(EMOJI), stack.model.eos_token_ids[0]]
+    options = {"continuous_usage_stats": True}
+    chunks = stream(stack, "/v1/chat/completions", return_token_ids=True, stream_options=options)
+    assert [token for c in chunks[1:] for token in c["choices"][0].get("token_ids", [])] == ids
+    assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+
+
+def test_long_texts_are_tokenised_beside_the_loop(stack: Stack) -> None:
+    words = "word " * 14_000
+    body = {"messages": [{"role": "user", "content": words}]}
+    count = post(stack, "/tokenize", {"prompt": words}).json()["count"]
+    assert post(stack, "/tokenize", body).json()["count"] > count > 14_000
+    assert (
+        post(stack, "/v1/completions", {"prompt": words}).json()["error"]["code"] == "context_length_exceeded"
+    )
+
+
+def test_a_model_without_a_template_has_no_chat(stack: Stack) -> None:
+    bare = dataclasses.replace(stack.model, chat_template=None)
+    request = TokenizeRequest(messages=[ChatMessage("user", "x")])
+    with pytest.raises(ApiError, match="no chat template"):
+        asyncio.run(render_prompt(bare, request))
 
 
 def test_chat_template_and_roles(stack: Stack) -> None:

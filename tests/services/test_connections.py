@@ -194,6 +194,24 @@ def test_a_body_that_does_not_come_is_408() -> None:
         connection.close()
 
 
+def test_a_client_that_goes_away_while_it_sends_harms_nobody() -> None:
+    with Stack() as stack:
+        raw_request(stack, declared=10**6).close()
+        stack.manager.script = says(TEXT)
+        answer = httpx.post(f"{stack.url}/v1/completions", json=body(), timeout=20)
+        assert answer.json()["choices"][0]["text"] == TEXT
+        assert len(stack.manager.submits) == 1
+
+
+def test_a_client_that_never_reads_is_given_up() -> None:
+    with Stack(send_buffer=4096, client_timeout_seconds=0.2) as stack:
+        stack.manager.script = lambda submit, choice: [300] * 1_000_000
+        connection = raw_request(stack, stream=True, max_tokens=8000)
+        wait_until(lambda: stack.manager.running == 1, "the request")
+        wait_until(lambda: stack.manager.running == 0, "its end")
+        connection.close()
+
+
 def test_a_full_frontend_is_503() -> None:
     with Stack(max_requests=1) as stack:
         stack.hold()

@@ -1,0 +1,146 @@
+"""The backend where real sockets do not lead: a manager that refuses, that takes nothing, and noise."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from kvmanager.client import socket_endpoint
+from kvmanager.errors import PagekeeperError
+from kvmanager.protocol import SamplingParams
+from services import backend as module
+from services.backend import Backend
+from services.generation import Generation, Signal
+from services.metrics import Metrics
+from services.tracker import Output, Request, Tracker
+from tests.services.fake_stack import WAIT_SECONDS, Stack, says
+
+
+class StubClient:
+    """A client whose every step is what `refusals` says: an error to raise, in order; then it works."""
+
+    def __init__(self, **refusals: list[PagekeeperError]) -> None:
+        self.refusals = refusals
+        self.session: object = None
+        self.sent: list[Any] = []
+
+    def _step(self, name: str) -> None:
+        if errors := self.refusals.get(name):
+            raise errors.pop(0)
+
+    async def connect(self, timeout: float) -> None:
+        self._step("connect")
+        self.session = object()
+
+    async def receive(self) -> list[Any]:
+        await asyncio.sleep(0.001)
+        self._step("receive")
+        return []
+
+    async def send(self, message: Any) -> None:
+        self._step("send")
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.session = None
+
+
+def generation(name: str = "r") -> Generation:
+    request = Request(name, (1,), SamplingParams(max_tokens=1, seed=0), [Output(0)], 0.0)
+    return Generation(request, [], Signal())
+
+
+def absent() -> PagekeeperError:
+    return PagekeeperError("manager_absent", "not now")
+
+
+def with_backend(
+    folder: Path,
+    client: StubClient,
+    check: Callable[[Backend, list[PagekeeperError]], Coroutine[Any, Any, None]],
+) -> None:
+    async def run() -> None:
+        (folder / "sockets").mkdir()
+        fatal: list[PagekeeperError] = []
+        metrics = Metrics(folder, "f", "model")
+        endpoint = socket_endpoint(str(folder), "f")
+        backend = Backend(client, endpoint, Tracker(10.0, 10), metrics, fatal.append)  # type: ignore[arg-type]
+        backend.start()
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await check(backend, fatal)
+        finally:
+            await backend.stop()
+            metrics.close()
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_what_could_not_be_sent_is_sent_later_in_order(tmp_path: Path) -> None:
+    client = StubClient(connect=[absent()], send=[absent(), absent()], receive=[absent()])
+
+    async def check(backend: Backend, fatal: list[PagekeeperError]) -> None:
+        await until(lambda: backend.tracker.connected)
+        first, second = generation("a"), generation("b")
+        backend.submit(first)
+        backend.submit(second)
+        backend.cancel(first)
+        await until(lambda: len(client.sent) >= 3)
+        assert [message.request_id for message in client.sent[:3]] == ["a", "b", "a"]
+        assert fatal == []
+
+    with_backend(tmp_path, client, check)
+
+
+def test_a_refused_hello_is_fatal(tmp_path: Path) -> None:
+    client = StubClient(connect=[PagekeeperError("other_version", "this manager speaks version 2")])
+
+    async def check(backend: Backend, fatal: list[PagekeeperError]) -> None:
+        await until(lambda: bool(fatal))
+        assert fatal[0].message == "this manager speaks version 2"
+
+    with_backend(tmp_path, client, check)
+
+
+def test_a_loop_that_fails_is_fatal(tmp_path: Path) -> None:
+    client = StubClient(receive=[RuntimeError("a bug")])  # type: ignore[list-item]
+
+    async def check(backend: Backend, fatal: list[PagekeeperError]) -> None:
+        await until(lambda: bool(fatal))
+        assert "a bug" in fatal[0].message
+
+    with_backend(tmp_path, client, check)
+
+
+def test_the_outbox_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_OUTBOX", 1)
+    client = StubClient(send=[absent() for _ in range(1000)])
+
+    async def check(backend: Backend, fatal: list[PagekeeperError]) -> None:
+        await until(lambda: backend.tracker.connected)
+        backend.submit(generation("a"))
+        with pytest.raises(PagekeeperError, match="does not take messages"):
+            backend.submit(generation("b"))
+
+    with_backend(tmp_path, client, check)
+
+
+def test_noise_on_the_token_socket_is_dropped() -> None:
+    with Stack() as stack:
+        stack.manager.script = says("fine")
+        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+            push.connect(socket_endpoint(stack.pool_directory, "frontend-0"))
+            for noise in (b"", b"noise", b"\x93\x01\x02\x03", bytes(1000)):
+                push.send(noise)
+            answer = httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}, timeout=20)
+        assert answer.json()["choices"][0]["text"] == "fine"
+        assert stack.fatal == []
