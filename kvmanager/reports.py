@@ -24,6 +24,9 @@ from kvmanager.state import State
 
 MAX_CREDITS_WANTED = 1 << 20
 
+Key = tuple[int, int]
+"""(start_id, choice)."""
+
 
 class InvalidReport(Exception):
     """What is wrong with a report, in one line."""
@@ -32,15 +35,15 @@ class InvalidReport(Exception):
 class ReportCheck:
     """One report on its way through the check."""
 
-    __slots__ = ("_born", "_computed", "_ended", "_pool", "_runner", "_spent", "_tokens")
+    __slots__ = ("_born", "_ended", "_notes", "_pool", "_runner", "_sharing", "_spent")
 
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
         self._runner = runner
         self._pool = pool
-        self._tokens: dict[Sequence, int] = {}  # known tokens after this report's progress
-        self._computed: dict[Sequence, int] = {}
-        self._born: dict[tuple[int, int], Sequence] = {}  # child → the sequence whose table it shares
-        self._ended: set[tuple[int, int]] = set()
+        self._notes: dict[Key, tuple[int, int]] = {}  # known and computed tokens so far in this report
+        self._born: dict[Key, Sequence] = {}  # child → the sequence whose table it shares
+        self._sharing: set[Key] = set()  # forked in this report, or forked off
+        self._ended: set[Key] = set()
         self._spent: set[int] = set()  # credits used or returned
 
     def check(self, report: StepReport) -> None:
@@ -50,11 +53,12 @@ class ReportCheck:
         for forked in report.forked:
             self._fork(forked)
         for ended in report.ended:
-            self._end(ended)
+            self._advance(ended)
+            self._ended.add((ended.start_id, ended.choice))
         for copied in report.copied:
             self._copy(copied)
         for taken in report.taken:
-            self._find(taken.start_id, taken.choice)
+            self._find((taken.start_id, taken.choice))
             for ref in taken.blocks:
                 self._spend(ref)
         for ref in report.returned:
@@ -62,67 +66,64 @@ class ReportCheck:
         if not 0 <= report.credits_wanted <= MAX_CREDITS_WANTED:
             raise InvalidReport(f"credits_wanted is {report.credits_wanted}")
 
-    def _find(self, start_id: int, choice: int) -> Sequence:
+    def _find(self, key: Key) -> Sequence:
         """The live sequence; for one born in this report, the one that it was forked from."""
-        key = (start_id, choice)
-        active = self._runner.active.get(start_id)
-        sequence = self._born.get(key) or (active.sequences.get(choice) if active else None)
+        active = self._runner.active.get(key[0])
+        sequence = active.sequences.get(key[1]) if active else None
+        sequence = sequence or self._born.get(key)
         if sequence is None or key in self._ended:
-            raise InvalidReport(f"no sequence {choice} of start {start_id} runs here")
+            raise InvalidReport(f"no sequence {key[1]} of start {key[0]} runs here")
         return sequence
 
+    def _so_far(self, key: Key, sequence: Sequence) -> tuple[int, int]:
+        return self._notes.get(key) or (len(sequence.tokens), sequence.num_computed)
+
     def _advance(self, item: Progress | Ended) -> None:
-        sequence = self._find(item.start_id, item.choice)
-        known = self._tokens.get(sequence, len(sequence.tokens)) + len(item.new_token_ids)
-        before = self._computed.get(sequence, sequence.num_computed)
+        key = (item.start_id, item.choice)
+        sequence = self._find(key)
+        known, before = self._so_far(key, sequence)
+        known += len(item.new_token_ids)
         computed = item.num_computed_tokens
         size = self._pool.block_size
-        if (item.start_id, item.choice) in self._born:
-            if computed // size > before // size:
-                raise InvalidReport(f"{name(item)} was forked in this report and has already filled a block")
-        else:
-            if not before <= computed <= min(known, len(sequence.table) * size):
-                raise InvalidReport(
-                    f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
-                    f"in {len(sequence.table)} blocks"
-                )
-            for block in sequence.table[sequence.num_sealed : computed // size]:
-                if self._pool.ref_count[block] != 1:
-                    raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
-            self._tokens[sequence] = known
-            self._computed[sequence] = computed
+        if not before <= computed <= min(known, len(sequence.table) * size):
+            raise InvalidReport(
+                f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
+                f"in {len(sequence.table)} blocks"
+            )
+        filled = sequence.table[before // size : computed // size]
+        for block in filled:
+            if key in self._sharing or self._pool.ref_count[block] != 1:
+                raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
         submit = self._runner.active[item.start_id].request.submit
         if known > len(submit.prompt_token_ids) + submit.sampling.max_tokens:
             raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
         check_token_ids(item)
+        self._notes[key] = (known, computed)
 
     def _fork(self, item: Forked) -> None:
-        parent = self._find(item.start_id, item.choice)
+        key = (item.start_id, item.choice)
+        parent = self._find(key)
         sequences = self._runner.active[item.start_id].sequences
-        for child in item.children:
-            key = (item.start_id, child)
-            if child in sequences or key in self._born or not 0 <= child < MAX_CHOICES:
-                raise InvalidReport(f"sequence {child} of start {item.start_id} cannot be forked: it exists")
-            self._born[key] = parent
-
-    def _end(self, item: Ended) -> None:
-        self._advance(item)
-        self._ended.add((item.start_id, item.choice))
+        for choice in item.children:
+            child = (item.start_id, choice)
+            if choice in sequences or child in self._born or not 0 <= choice < MAX_CHOICES:
+                raise InvalidReport(f"sequence {choice} of start {item.start_id} cannot be forked: it exists")
+            self._born[child] = parent
+            self._sharing |= {key, child}
+            self._notes[child] = self._so_far(key, parent)
 
     def _copy(self, item: Copied) -> None:
-        sequence = self._find(item.start_id, item.choice)
-        sealed = max(sequence.num_sealed, self._computed.get(sequence, 0) // self._pool.block_size)
+        key = (item.start_id, item.choice)
+        sequence = self._find(key)
+        sealed = self._so_far(key, sequence)[1] // self._pool.block_size
         if not sealed <= item.index < len(sequence.table):
             raise InvalidReport(f"{name(item)} cannot replace entry {item.index} of its table")
         self._spend(item.block)
 
     def _spend(self, ref: BlockRef) -> None:
         block, generation = ref
-        if (
-            block not in self._runner.credits
-            or self._pool.generation[block] != generation
-            or block in self._spent
-        ):
+        credit = block in self._runner.credits and self._pool.generation[block] == generation
+        if not credit or block in self._spent:
             raise InvalidReport(f"block {block} of generation {generation} is not a credit of this runner")
         self._spent.add(block)
 

@@ -1,0 +1,200 @@
+"""A small world around the manager's core: its processes, its records, and a model that knows the right
+answer to everything in the most naive way. Processes are killed and the manager restarted between any two
+events.
+"""
+
+from typing import Any
+
+from kvmanager import records
+from kvmanager.block_pool import BlockPool
+from kvmanager.core import Core
+from kvmanager.invariants import audit
+from kvmanager.protocol import Directives, Start, StepReport, Submit, Welcome
+from kvmanager.restore import restore_pool
+from kvmanager.state import Effects, Policy
+from tests.kvmanager.fake_clients import (
+    BLOCK_SIZE,
+    LAYOUT,
+    FakeFrontend,
+    FakeRunner,
+    FakeSequence,
+    Process,
+)
+
+
+class World:
+    """One manager, its pool and its processes."""
+
+    def __init__(self, num_blocks: int = 16, policy: Policy | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.policy = policy or Policy(max_waiting=6, watermark=0.05, runner_wait=1000.0)
+        self.now = 0.0
+        self.boots = 0
+        self.names = 0
+        self.processes: dict[str, Process] = {}
+        self.everyone: dict[str, Process] = {}
+        self.cells: list[list[Any]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.content: dict[
+            int, tuple[str, tuple[int, ...]]
+        ] = {}  # sealed block → salt and all tokens up to its end
+        self.unsent: dict[str, list[tuple[int, tuple[str, tuple[int, ...]]]]] = {}
+        self.salts: dict[tuple[str, str], tuple[str, bool]] = {}
+        pool = BlockPool(num_blocks, LAYOUT)
+        self.records = [records.pack(pool.record(block), BLOCK_SIZE) for block in range(num_blocks)]
+        self.boot(pool, (), ())
+
+    def boot(self, pool: BlockPool, quarantines: Any, survivors: tuple[str, ...]) -> None:
+        self.boots += 1
+        self.core = Core(f"boot-{self.boots}", "/pool", self.policy, self.now)
+        self.core.attach(pool, quarantines, survivors)
+        self.faults: list[str] = []
+        self.core.on_fault = self.faults.append
+
+    # --- what happens -----------------------------------------------------------------------------------
+
+    def add(self, kind: type[Any]) -> Any:
+        self.names += 1
+        process = kind(self, f"{kind.__name__}-{self.names}")
+        self.processes[process.name] = self.everyone[process.name] = process
+        process.hello()
+        return process
+
+    def kill(self, process: Process) -> None:
+        process.alive = False
+        del self.processes[process.name]
+        self.unsent.pop(process.name, None)
+        self.carry_out(self.core.process_died(self.tick(), process.name))
+
+    def restart(self) -> None:
+        """The manager dies and starts again on its records; the others notice when they next send."""
+        read = [records.unpack(record, BLOCK_SIZE) for record in self.records]
+        self.boot(*restore_pool(LAYOUT, read, tuple(self.processes)), tuple(self.processes))
+        self.carry_out(self.core.tick(self.tick()))
+
+    def tick(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def hello(self, process: Any) -> Welcome:
+        self.unsent.pop(process.name, None)
+        answer, effects = self.core.hello(self.tick(), process.greeting())
+        assert isinstance(answer, Welcome)
+        self.carry_out(effects)
+        return answer
+
+    def deliver(self, process: Process, message: Any) -> bool:
+        boot_id, client_id = process.session or ("", 0)
+        if boot_id != self.core.state.boot_id or client_id not in self.core.state.clients:
+            return False
+        if isinstance(message, Submit):
+            self.salts[(process.name, message.request_id)] = (message.cache_salt, message.read_cache)
+        effects = self.core.handle(self.tick(), client_id, message)
+        if isinstance(message, StepReport):
+            assert not effects.ended, self.faults
+            self.content.update(self.unsent.pop(process.name, ()))
+        self.carry_out(effects)
+        return True
+
+    def carry_out(self, effects: Effects) -> None:
+        pool = self.core.state.pool
+        assert pool is not None
+        for block in effects.records:
+            self.records[block] = records.pack(pool.record(block), BLOCK_SIZE)
+        directives = [message for _, message in effects.messages if isinstance(message, Directives)]
+        for message in directives:
+            for block, _ in message.credits:
+                self.content.pop(block, None)
+        for start in sorted((start for message in directives for start in message.starts), key=start_id):
+            self.check_start(start)
+        for client_id, message in effects.messages:
+            session = (self.core.state.boot_id, client_id)
+            for process in self.processes.values():
+                if process.session == session:
+                    process.inbox.append(message)
+
+    def frontend(self, name: str) -> FakeFrontend:
+        found = self.everyone[name]
+        assert isinstance(found, FakeFrontend)
+        return found
+
+    # --- what must be true ------------------------------------------------------------------------------
+
+    def sealed(self, runner: FakeRunner, sequence: FakeSequence) -> None:
+        """Noted when the runner has filled blocks; true from its next report on."""
+        salt, _ = self.salts[(sequence.start.token_endpoint, sequence.start.request_id)]
+        notes = self.unsent.setdefault(runner.name, [])
+        for index in range(sequence.computed // BLOCK_SIZE):
+            prefix = tuple(sequence.tokens[: (index + 1) * BLOCK_SIZE])
+            notes.append((sequence.table[index], (salt, prefix)))
+
+    def check_start(self, start: Start) -> None:
+        """Its hits are those that the naive model finds, and every hit holds exactly the right tokens."""
+        salt, read_cache = self.salts[(start.token_endpoint, start.request_id)]
+        findable = set(self.content.values())
+        for sequence in start.sequences:
+            tokens = (*start.prompt_token_ids, *sequence.output_token_ids)
+            hits = 0
+            while read_cache and (hits + 1) * BLOCK_SIZE < len(tokens):
+                if (salt, tokens[: (hits + 1) * BLOCK_SIZE]) not in findable:
+                    break
+                hits += 1
+            assert sequence.num_cached_tokens == hits * BLOCK_SIZE, (start, hits)
+            assert len(sequence.block_table) == -(-len(tokens) // BLOCK_SIZE)
+            for position in range(sequence.num_cached_tokens):
+                block = sequence.block_table[position // BLOCK_SIZE][0]
+                assert self.cells[block][position % BLOCK_SIZE] == tokens[: position + 1]
+        for sequence in start.sequences:
+            for block, _ in sequence.block_table[sequence.num_cached_tokens // BLOCK_SIZE :]:
+                self.content.pop(block, None)
+
+    def check(self) -> None:
+        assert audit(self.core.state) == []
+        pool = self.core.state.pool
+        assert pool is not None
+        for block in range(self.num_blocks):
+            assert records.unpack(self.records[block], BLOCK_SIZE) == pool.record(block), (
+                f"record of block {block}"
+            )
+            if pool.block_hash[block]:
+                assert block in self.content, f"block {block} is findable and the model does not know it"
+                prefix = self.content[block][1]
+                assert self.cells[block] == [
+                    prefix[: len(prefix) - BLOCK_SIZE + i + 1] for i in range(BLOCK_SIZE)
+                ]
+        for process in self.processes.values():
+            if isinstance(process, FakeRunner):
+                for sequence in process.sequences.values():
+                    for position in range(sequence.computed):
+                        block = sequence.table[position // BLOCK_SIZE]
+                        assert self.cells[block][position % BLOCK_SIZE] == tuple(
+                            sequence.tokens[: position + 1]
+                        )
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def of_kind(self, kind: type[Any]) -> list[Any]:
+        return [process for process in self.processes.values() if isinstance(process, kind)]
+
+    def finish(self, max_rounds: int = 300) -> None:
+        """Let everything run to its end: all requests finish, and nothing is held but by nobody."""
+        if not any(not runner.draining for runner in self.of_kind(FakeRunner)):
+            self.add(FakeRunner)
+        for _ in range(max_rounds):
+            for frontend in self.of_kind(FakeFrontend):
+                frontend.read()
+            for runner in self.of_kind(FakeRunner):
+                runner.step()
+            self.check()
+            busy = [frontend for frontend in self.of_kind(FakeFrontend) if frontend.requests]
+            if not busy and all(runner.idle for runner in self.of_kind(FakeRunner)):
+                break
+        else:
+            raise AssertionError(f"not finished after {max_rounds} rounds")
+        state = self.core.state
+        assert state.pool is not None
+        assert state.pool.counts[0] + state.pool.counts[3] == self.num_blocks, state.pool.statistics()
+        assert not len(state.waiting)
+
+
+def start_id(start: Start) -> int:
+    return start.start_id
