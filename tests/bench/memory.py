@@ -54,7 +54,7 @@ class Peaks:
             self.peaks[name] = max(self.peaks[name], self.now[name])
 
     async def stop(self) -> None:
-        self.look()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+        self.look()
