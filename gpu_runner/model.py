@@ -20,6 +20,7 @@ from torch import Tensor
 from gpu_runner.attention import AttentionInput, attend
 from gpu_runner.batch import Batch
 from gpu_runner.fingerprint import fingerprint
+from gpu_runner.linear import Linear
 from gpu_runner.model_config import ModelConfig, ModelError, rotary_table
 from gpu_runner.weights import Progress, Source, Weights, open_source
 from kernels.backends import Ops
@@ -44,17 +45,6 @@ def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
     if name not in DTYPES:
         raise ModelError(f"dtype {name!r} is not supported; supported are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-class Linear:
-    """y = x · weightᵀ (+ bias); weight `[out, in]`."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ def sample(logits: Tensor, draws: list[Draw], eos_token_ids: tuple[int, ...]) ->
     plain = [place for place, draw in enumerate(draws) if _is_plain(draw)]
     others = [place for place, draw in enumerate(draws) if not _is_plain(draw)]
     if plain:
-        best = logits.argmax(dim=-1).tolist()
+        best = greedy(logits)
         for place in plain:
             tokens[place] = best[draws[place].row]
     if others:
@@ -39,6 +39,13 @@ def sample(logits: Tensor, draws: list[Draw], eos_token_ids: tuple[int, ...]) ->
         for place, token in zip(others, chosen, strict=True):
             tokens[place] = token
     return _with_logprobs(logits, draws, tokens)
+
+
+def greedy(logits: Tensor) -> list[int]:
+    """The likeliest token of each row; of equal ones the lowest id."""
+    if logits.device.type == "cpu":  # numpy's argmax is ten times as fast as torch's there
+        return logits.float().numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
+    return logits.argmax(dim=-1).tolist()
 
 
 def _is_plain(draw: Draw) -> bool:
@@ -51,9 +58,7 @@ def _choose(logits: Tensor, draws: list[Draw], eos_token_ids: tuple[int, ...]) -
     for row, draw in zip(rows, draws, strict=True):
         if needs_change(draw.sequence):
             change(row, draw.sequence, eos_token_ids)
-    tokens: list[int] = (
-        rows.argmax(dim=-1).tolist() if any(_is_greedy(draw) for draw in draws) else [0] * len(draws)
-    )
+    tokens: list[int] = greedy(rows) if any(_is_greedy(draw) for draw in draws) else [0] * len(draws)
     random = [place for place, draw in enumerate(draws) if not _is_greedy(draw)]
     if random:
         picked = rows if len(random) == len(draws) else rows[random]
