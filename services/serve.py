@@ -81,6 +81,15 @@ def bind(host: str, port: int) -> socket.socket:
     return shared
 
 
+def refuse_used(pool_directory: str) -> None:
+    """Raises OSError, in words, if another KV manager has the pool directory."""
+    if held(Path(pool_directory, "locks/manager")):
+        raise OSError(
+            f"the pool directory {pool_directory} is in use by another KV manager; "
+            "stop that one, or choose another with --pool-directory"
+        )
+
+
 def sweep(pool_directory: str) -> None:
     """Remove what killed processes left beside the pool, unless somebody still uses it."""
     pool = Path(pool_directory)
@@ -139,6 +148,7 @@ def serve(config: ServeConfig) -> int:
     model = model_source.resolve(config.model)
     say("supervisor", f"model {model}, pool {config.pool_directory}")
     try:
+        refuse_used(config.pool_directory)
         reserved = bind(config.host, config.port)
     except OSError as error:
         print(f"pagekeeper serve: {error}", file=sys.stderr)

@@ -1,12 +1,14 @@
 """`pagekeeper serve` around its supervisor: what it starts, the port, what it says, what it cleans up."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,26 +93,41 @@ def test_sweep_leaves_only_the_pool(tmp_path: Path) -> None:
     sweep(str(tmp_path / "never-made"))
 
 
+@contextlib.contextmanager
+def lock_holder(lock: Path) -> Iterator[None]:
+    """Another process that holds the lock file."""
+    program = """
+import fcntl, sys
+file = open(sys.argv[1], "ab")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        yield
+        holder.communicate()
+
+
 def test_sweep_spares_a_pool_that_somebody_uses(tmp_path: Path) -> None:
     there = leftovers(tmp_path)
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import fcntl, sys; fcntl.lockf(f := open(sys.argv[1], 'r+b'), fcntl.LOCK_EX);"
-            "print('held', flush=True); sys.stdin.read()",
-            str(tmp_path / "locks/runner-1"),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    sweep(str(tmp_path))
-    assert all(path.exists() for path in there)
-    holder.communicate()
+    with lock_holder(tmp_path / "locks/runner-1"):
+        sweep(str(tmp_path))
+        assert all(path.exists() for path in there)
     sweep(str(tmp_path))
     assert not (tmp_path / "locks/runner-1").exists()
+
+
+def test_a_pool_that_is_in_use_is_one_clear_line_and_status_2(tmp_path: Path) -> None:
+    (tmp_path / "locks").mkdir()
+    with lock_holder(tmp_path / "locks/manager"):
+        command = [sys.executable, "-m", "services.cli", "serve", f"--pool-directory={tmp_path}", "--port=0"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert f"{tmp_path} is in use by another KV manager" in answer.stderr
+    assert answer.stderr.count("\n") == 1
 
 
 def test_urls_reach_a_server_that_listens_everywhere() -> None:
