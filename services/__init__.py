@@ -1,1 +1,1 @@
-"""Frontends (HTTP, SSE), the supervisor and the command line; none of them holds state that another would need."""
+"""Frontends (HTTP, SSE), the supervisor and the command line; none holds state that another would need."""

@@ -68,7 +68,8 @@ def with_backend(
         fatal: list[PagekeeperError] = []
         metrics = Metrics(folder, "f", "model")
         endpoint = socket_endpoint(str(folder), "f")
-        backend = Backend(client, endpoint, Tracker(10.0, 10), metrics, fatal.append)  # type: ignore[arg-type]
+        tracker = Tracker(10.0, 10)
+        backend = Backend(client, endpoint, tracker, metrics, fatal.append)  # type: ignore[arg-type]
         backend.start()
         try:
             async with asyncio.timeout(WAIT_SECONDS):

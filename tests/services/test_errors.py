@@ -272,5 +272,14 @@ def test_no_bytes_make_a_server_error(http: httpx.Client, body: bytes) -> None:
     assert 400 <= http.post("/v1/chat/completions", content=body).status_code < 500
 
 
+def test_a_bug_is_a_500_that_says_whose_it_is(
+    stack: Stack, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(stack.model), "check_name", lambda model, name: 1 / 0)
+    body = error(http.post("/v1/completions", json={"prompt": "x"}), 500)
+    assert (body["type"], body["code"]) == ("server_error", "internal")
+    assert "division" not in body["message"]
+
+
 def test_nothing_is_left_running(stack: Stack) -> None:
     wait_until(lambda: stack.manager.running == 0, "nothing running")
