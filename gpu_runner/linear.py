@@ -1,8 +1,8 @@
 """The matrix products of the model.
 
-Widening: on processors whose bfloat16 instructions run at no more than float32's rate, torch's bfloat16 product
-of many rows takes up to twice the time of its float32 one. There, a product of many rows turns its weight to
-float32 first (a temporary of one matrix): faster, and no less exact. Whether it pays is measured, not guessed.
+Widening: on processors whose bfloat16 instructions run at no more than float32's rate, torch's bfloat16
+product of many rows takes up to twice the time of its float32 one. There, a product of many rows turns its
+weight to float32 first (a temporary of one matrix): faster, and no less exact. Whether it pays is measured.
 """
 
 import time
@@ -33,7 +33,7 @@ class Linear:
 
 @cache
 def widening_pays() -> bool:
-    """Whether a product of many rows is faster in float32, conversion included (measuring takes about 50 ms)."""
+    """Whether a product of many rows is faster in float32, conversion included; measured once, in 50 ms."""
     x, weight = (
         torch.zeros(2 * WIDEN_ROWS, 768, dtype=torch.bfloat16),
         torch.zeros(768, 768, dtype=torch.bfloat16),
