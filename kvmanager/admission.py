@@ -68,6 +68,23 @@ def why_it_never_fits(state: State, request: Request) -> str:
     return ""
 
 
+def postpone(pool: BlockPool, request: Request) -> None:
+    """Leave for later what might not fit beside the first groups.
+
+    Choices that have gone apart no longer share the prompt for sure (its blocks may have been evicted), so
+    together they may need more than the whole pool, even though the request was small enough when it was new.
+    """
+    each = -(-(len(request.prompt) + request.submit.sampling.max_tokens - 1) // pool.block_size)
+    needed = 0
+    for place, group in enumerate(request.groups):
+        shared = len(group.tokens) // pool.block_size
+        needed += shared + len(group.choices) * (each - shared)
+        if place and needed > pool.num_blocks:
+            request.later.extend(request.groups[place:])
+            del request.groups[place:]
+            return
+
+
 def pick_runner(state: State, request: Request) -> Runner | None:
     """The least loaded runner that has room for all choices and takes that many tokens."""
     num_choices = request.num_choices
@@ -101,17 +118,14 @@ def admit(state: State) -> None:
         if reason := why_it_never_fits(state, request):
             reject_waiting(state, request, "can_never_fit", reason)
             continue
+        postpone(pool, request)
         runner = pick_runner(state, request)
         if runner is None:
             return
         plan = plan_start(pool, request)
         room = pool.available - (plan.cached_hits if pool.may_evict else 0)
         if plan.new_blocks + headroom(state, pool, request) > room:
-            if room + plan.cached_hits < pool.num_blocks:
-                return
-            reason = f"to go on it needs {plan.new_blocks} more blocks, and the pool has {pool.num_blocks}"
-            reject_waiting(state, request, "can_never_fit", reason)
-            continue
+            return
         start(state, pool, request, runner, plan)
 
 

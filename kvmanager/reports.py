@@ -201,15 +201,16 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
 
 
 def finish(state: State, active: ActiveStart) -> None:
-    """All sequences have ended. What was preempted waits again, in its old place; all else is over."""
+    """All sequences have ended. What was preempted or postponed waits, in its old place; all else is over."""
     del active.runner.active[active.start_id]
     request = active.request
     request.active = None
     if request.state is RequestState.GONE:
         return
-    if not active.resume:
+    request.groups = request.group(tuple(active.resume)) + request.later
+    request.later = []
+    if not request.groups:
         state.forget(request)
         return
     request.state = RequestState.WAITING
-    request.groups = request.group(tuple(active.resume))
     state.waiting.add(request)

@@ -57,13 +57,16 @@ class Group:
 
 
 class Request:
-    """What a frontend submitted. `groups` is what a start of it would run now."""
+    """What a frontend submitted. `groups` is what a start of it runs, `later` what has to wait until that
+    has ended.
+    """
 
     __slots__ = (
         "active",
         "counted",
         "frontend",
         "groups",
+        "later",
         "order",
         "preemptions",
         "prompt",
@@ -83,10 +86,11 @@ class Request:
         self.preemptions = 0
         self.counted = False  # its lookup is in the statistics
         self.groups = self.group(submit.choices)
+        self.later: list[Group] = []
 
     @property
     def num_choices(self) -> int:
-        """Choices still to run."""
+        """Choices that a start of it runs."""
         return sum(len(group.choices) for group in self.groups)
 
     def group(self, choices: tuple[Choice, ...]) -> list[Group]:
