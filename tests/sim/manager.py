@@ -1,0 +1,179 @@
+"""The manager's process in the simulator: the real core and records, and what `kvmanager.server` does around them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from kvmanager.block_pool import BlockPool
+from kvmanager.core import Core
+from kvmanager.protocol import (
+    Fenced,
+    Hello,
+    Refused,
+    RunnerHello,
+    Welcome,
+    decode_to_manager,
+    encode,
+)
+from kvmanager.records import pack, unpack
+from kvmanager.restore import restore_pool
+from kvmanager.state import Effects, Policy
+from tests.sim.model import BLOCK_SIZE
+from tests.sim.network import Connection, Frames
+
+
+class ManagerKilledError(Exception):
+    """The process ends here, in the middle of what it does."""
+
+
+class LockFile:
+    """One inode in `locks/`. It stays when its holder is killed, and is unlinked by one that exits."""
+
+    def __init__(self) -> None:
+        self.held = True
+
+
+class Disk:
+    """What outlives all processes: the records (None before there is a pool) and the lock files."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.records: list[bytes] = []
+        self.locks: dict[str, LockFile] = {}
+
+    def acquire(self, name: str) -> LockFile:
+        """As `HeldLock`: the file that is there, or a new one."""
+        lock = self.locks.get(name)
+        if lock is None:
+            lock = self.locks[name] = LockFile()
+        lock.held = True
+        return lock
+
+
+class Peer:
+    def __init__(self, client_id: int, frame: bytes, connection: Connection, identity: int) -> None:
+        self.client_id = client_id
+        self.frame = frame
+        self.connection = connection
+        self.identity = identity
+
+
+class Manager:
+    """`fuse`: after how many record writes and messages more it is killed; None: not at all."""
+
+    def __init__(self, disk: Disk, boot_id: str, policy: Policy, now: float) -> None:
+        self.disk = disk
+        self.core = Core(boot_id, "/pool", policy, now)
+        self.faults: list[str] = []
+        self.core.on_fault = self.faults.append
+        self.fuse: int | None = None
+        self.tear = False  # whether the record at the fuse's end is half written
+        self.touched: set[int] = set()  # blocks whose record was written since the last look at it
+        self._peers: dict[int, Peer] = {}
+        self._by_frame: dict[bytes, Peer] = {}
+        self._watched: dict[str, LockFile] = {}
+
+    def open(self, now: float) -> None:
+        """Take over the pool that an earlier start has left."""
+        self._watched = {name: lock for name, lock in sorted(self.disk.locks.items()) if lock.held}
+        if self.disk.records:
+            read = [unpack(record, BLOCK_SIZE) for record in self.disk.records]
+            survivors = tuple(self._watched)
+            self.core.attach(*restore_pool(self.core_layout, read, survivors), survivors)
+            self._carry_out(self.core.tick(now))
+
+    core_layout: Any = None
+    """The layout of the pool's file."""
+
+    trace: Callable[[str, str, Any], None] = staticmethod(lambda who, what, detail: None)
+
+    def take(self, now: float, connection: Connection, frames: Frames) -> None:
+        """One message: a Hello, one under a session that holds, or one that is fenced or dropped."""
+        session, body = frames
+        peer = self._by_frame.get(session)
+        if session and peer is None:
+            self._send(connection, connection.identity, session, Fenced(self.core.state.boot_id))
+            return
+        try:
+            message = decode_to_manager(body) if body else None
+        except msgspec.DecodeError:
+            self.core.count_dropped()
+            return
+        if peer is None:
+            if isinstance(message, Hello):
+                self._hello(now, connection, message)
+            else:
+                self.core.count_dropped()
+            return
+        peer.connection, peer.identity = connection, connection.identity
+        self.trace("manager", "gets", (peer.client_id, message))
+        self._carry_out(self.core.handle(now, peer.client_id, message))
+
+    def tick(self, now: float) -> None:
+        """Who lives, and the passing of time."""
+        for name in [name for name, lock in self._watched.items() if not lock.held]:
+            del self._watched[name]
+            self._carry_out(self.core.process_died(now, name))
+        self._carry_out(self.core.tick(now))
+
+    def _hello(self, now: float, connection: Connection, hello: Hello) -> None:
+        answer = self._answer(now, hello)
+        if isinstance(answer, Welcome):
+            client_id = answer.session.client_id
+            self._forget(client_id)
+            peer = Peer(client_id, encode(answer.session), connection, connection.identity)
+            self._peers[client_id] = self._by_frame[peer.frame] = peer
+        self._send(connection, connection.identity, b"", answer)
+
+    def _answer(self, now: float, hello: Hello) -> Welcome | Refused:
+        lock = self.disk.locks.get(hello.lock)
+        if lock is None or not lock.held:
+            return Refused("invalid_request", f"{hello.name} does not hold its lock file {hello.lock!r}")
+        refused = self.core.refusal(hello)
+        if refused is not None:
+            return refused
+        if isinstance(hello, RunnerHello) and self.core.layout is None:
+            pool = BlockPool(self.disk.num_blocks, hello.layout)
+            self.disk.records = [
+                pack(pool.record(block), BLOCK_SIZE) for block in range(self.disk.num_blocks)
+            ]
+            self.core.attach(pool)
+        self._watched[hello.lock] = lock
+        answer, effects = self.core.hello(now, hello)
+        self._carry_out(effects)
+        return answer
+
+    def _carry_out(self, effects: Effects) -> None:
+        pool = self.core.state.pool
+        for block in effects.records:
+            assert pool is not None
+            record = pack(pool.record(block), BLOCK_SIZE)
+            if self.fuse == 0 and self.tear:
+                self.disk.records[block] = record[:20] + self.disk.records[block][20:]
+            self._burn()
+            self.disk.records[block] = record
+        self.touched |= effects.records
+        for client_id, message in effects.messages:
+            peer = self._peers.get(client_id)
+            if peer is not None:
+                self._send(peer.connection, peer.identity, peer.frame, message)
+        for client_id in effects.ended:
+            self._forget(client_id)
+
+    def _send(self, connection: Connection, identity: int, session: bytes, message: Any) -> None:
+        """To a connection that is gone, nothing is sent."""
+        self._burn()
+        if connection.client_lives and connection.identity == identity:
+            connection.down.append([session, encode(message)])
+
+    def _burn(self) -> None:
+        if self.fuse is not None:
+            if self.fuse == 0:
+                raise ManagerKilledError
+            self.fuse -= 1
+
+    def _forget(self, client_id: int) -> None:
+        peer = self._peers.pop(client_id, None)
+        if peer is not None:
+            del self._by_frame[peer.frame]

@@ -1,0 +1,147 @@
+"""A runner's process in the simulator: the real scheduler and outboxes, and what `gpu_runner.server` does around them."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpu_runner.scheduler import Limits, Scheduler
+from gpu_runner.step import StepPlan
+from gpu_runner.token_outbox import TokenOutbox
+from kvmanager.clients import owner_tag
+from kvmanager.protocol import (
+    PROTOCOL_VERSION,
+    Directives,
+    Draining,
+    Fenced,
+    Ready,
+    RunnerHello,
+    StepReport,
+    TokenEvent,
+    Welcome,
+    encode,
+)
+from tests.sim.model import BLOCK_SIZE, EOS, LAYOUT, MAX_MODEL_LEN, Engine
+from tests.sim.network import TokenPipe
+from tests.sim.process import Process
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+EOS_TOKEN_IDS: Final = frozenset({EOS})
+
+
+@dataclass(frozen=True)
+class Capacity:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Runner(Process):
+    """A turn is half a step: take messages, plan and report; or compute the plan and push the tokens."""
+
+    def __init__(self, world: "World", name: str, capacity: Capacity) -> None:
+        self.capacity = capacity
+        hello = RunnerHello(PROTOCOL_VERSION, name, name, LAYOUT, capacity.max_num_seqs, MAX_MODEL_LEN)
+        super().__init__(world, name, hello)
+        self.tag = owner_tag(name)
+        self.engine = Engine(world.cells, lambda block: world.check_write(self, block))
+        self.outboxes: dict[str, TokenOutbox] = {}  # by frontend
+        self.pipes: dict[str, TokenPipe] = {}
+        self.plan: StepPlan | None = None
+        self.draining = False
+        self.told = False  # the manager knows that it is draining
+        self.last_report: StepReport | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        limits = Limits(
+            BLOCK_SIZE, self.capacity.max_num_seqs, self.capacity.max_num_batched_tokens, MAX_MODEL_LEN
+        )
+        self.scheduler = Scheduler(limits, EOS_TOKEN_IDS)
+        self.plan = None
+        self.told = False
+        self.rests = False
+        self.last_report = None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, the manager knows of it, and every frontend that lives has its tokens."""
+        unsent = any(outbox for name, outbox in self.outboxes.items() if self.world.frontend(name))
+        return self.rests and not unsent and not self.scheduler.statistics().credits
+
+    def turn(self) -> None:
+        if self.session.session is None:
+            self._await_session()
+        elif self.plan is not None:
+            self._compute()
+        else:
+            self._plan()
+        self._push()
+
+    def _await_session(self) -> None:
+        if not self.connection.down:
+            self.repeat_hello()
+        elif isinstance(self.receive(), Welcome):
+            self._begin()
+            self.send(Ready())
+
+    def _plan(self) -> None:
+        """As much as has come; how much that is, chance decides."""
+        for _ in range(self.world.random.randint(0, len(self.connection.down))):
+            message = self.receive()
+            if isinstance(message, Fenced):
+                self.say_hello()
+                return
+            if isinstance(message, Directives):
+                self.world.check_starts(message)
+                self.scheduler.handle(message)
+        self.probe()
+        if self.draining and not self.told:
+            self.told = True
+            self.send(Draining())
+        self.plan = self.scheduler.schedule()
+        self.rests = self.plan is None
+        if (report := self.scheduler.report()) is not None:
+            self.last_report = report
+            self.rests = False
+            self.send(report)
+        if self.plan is None and self.told and not self.scheduler.statistics().sequences:
+            self.world.exit(self)
+
+    def _compute(self) -> None:
+        plan, self.plan = self.plan, None
+        assert plan is not None
+        for endpoint, events in self.scheduler.update(plan, self.engine.execute(plan)).items():
+            self._add(endpoint, events)
+
+    def _add(self, endpoint: str, events: list[TokenEvent]) -> None:
+        self.outboxes.setdefault(endpoint, TokenOutbox()).add(events)
+
+    def _push(self) -> None:
+        """What a pipe does not take stays; a frontend that has died under this name takes nothing."""
+        for endpoint, outbox in self.outboxes.items():
+            if not outbox:
+                continue
+            pipe = self.pipes.get(endpoint)
+            frontend = self.world.frontend(endpoint)
+            if frontend is not None and (pipe is None or pipe not in frontend.pipes):
+                pipe = self.pipes[endpoint] = TokenPipe()
+                frontend.pipes.append(pipe)
+            if frontend is not None and pipe is not None and pipe.has_room:
+                pipe.batches.append(encode(outbox.batch()))
+                outbox.clear()
+
+    def misbehave(self) -> None:
+        """Send the last report once more, as a runner with a fault might: most often the manager fences it."""
+        if self.session.session is not None and self.last_report is not None:
+            self.send(self.last_report)
+
+    def killed(self) -> None:
+        super().killed()
+        for pipe in self.pipes.values():
+            pipe.runner_killed(self.world.random)
+
+    def exited(self) -> None:
+        """What the pipes hold is still delivered; frontends that take nothing lose the rest."""
+        super().exited()
+        for pipe in self.pipes.values():
+            pipe.runner_lives = False

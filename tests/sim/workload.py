@@ -1,0 +1,90 @@
+"""What a seed means: how large everything is, how often something dies, and which requests come."""
+
+from random import Random
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvmanager.protocol import SamplingParams
+from tests.sim.model import BLOCK_SIZE, MAX_MODEL_LEN, VOCABULARY
+from tests.sim.runner import Capacity
+
+if TYPE_CHECKING:
+    from tests.sim.frontend import Frontend
+
+NUM_STEMS: Final = 3  # beginnings that prompts share
+SALTS: Final = ("", "", "", "red", "blue")
+MIN_SEATS: Final = 4  # the smallest runner takes the widest request
+
+
+class Shape(NamedTuple):
+    """One seed's world. Rates are per turn of any process."""
+
+    num_blocks: int
+    capacities: tuple[Capacity, ...]
+    num_frontends: int
+    max_live: int  # requests of all frontends
+    fault_rate: float
+    cancel_rate: float
+
+
+def shape(random: Random) -> Shape:
+    capacities = []
+    for _ in range(random.randint(1, 3)):
+        seats = random.choice((MIN_SEATS, 6, 12))
+        capacities.append(Capacity(seats, max(seats, random.choice((5, 12, 40)))))
+    return Shape(
+        num_blocks=random.choice((24, 32, 48, 96)),
+        capacities=tuple(capacities),
+        num_frontends=random.randint(1, 3),
+        max_live=random.choice((4, 8, 16, 24)),
+        fault_rate=random.choice((0.0, 0.002, 0.01, 0.03)),
+        cancel_rate=random.choice((0.0, 0.002, 0.01)),
+    )
+
+
+class Workload:
+    """Makes requests; those of one seed share the beginnings of their prompts."""
+
+    def __init__(self, random: Random, num_blocks: int) -> None:
+        self._random = random
+        self._num_blocks = num_blocks
+        self._stems = [
+            [random.randrange(VOCABULARY) for _ in range(MAX_MODEL_LEN // 2)] for _ in range(NUM_STEMS)
+        ]
+        self._count = 0
+        self.salts: dict[str, str] = {}  # by request
+
+    def submit(self, frontend: "Frontend") -> None:
+        random = self._random
+        stem = random.choice(self._stems)
+        prompt = stem[: random.randrange(len(stem))] + [
+            random.randrange(VOCABULARY) for _ in range(random.randint(1, 6))
+        ]
+        num_choices = random.choice((1, 1, 1, 2, 3, MIN_SEATS))
+        longest = max(1, self._num_blocks // num_choices * BLOCK_SIZE - len(prompt))
+        max_tokens = min(random.randint(1, 30), longest, MAX_MODEL_LEN - len(prompt))
+        never_fits = random.random() < 0.005
+        if never_fits:
+            max_tokens = MAX_MODEL_LEN
+        self._count += 1
+        request_id = f"r{self._count}"
+        salt = self.salts[request_id] = random.choice(SALTS)
+        frontend.submit(
+            request_id,
+            prompt,
+            SamplingParams(max_tokens, random.randrange(1 << 40), ignore_eos=random.random() < 0.5),
+            num_choices,
+            priority=random.choice((0, 0, 0, -1, 1)),
+            cache_salt=salt,
+            read_cache=random.random() < 0.9,
+            never_fits=never_fits,
+        )
+
+    def disturb(self, frontend: "Frontend") -> None:
+        """A client goes away, or has seen a stop string."""
+        requests = list(frontend.expected)
+        if requests:
+            request = self._random.choice(requests)
+            if request.started and self._random.random() < 0.5:
+                frontend.stop(request, self._random.randrange(len(request.outputs)))
+            else:
+                frontend.cancel(request)

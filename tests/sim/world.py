@@ -1,0 +1,370 @@
+"""One simulated host: all processes, the clock, who dies when, and what must be true after each message.
+
+Everything that chance decides comes from one generator, so a seed replays exactly.
+"""
+
+from collections import Counter, deque
+from random import Random
+from typing import Any, Final
+
+from kvmanager.block_pool import QUARANTINED, RESERVED, SEALED
+from kvmanager.clients import owner_tag
+from kvmanager.hashing import salt_digest, token_array
+from kvmanager.invariants import audit
+from kvmanager.protocol import Directives
+from kvmanager.records import unpack
+from kvmanager.restore import DAMAGED
+from kvmanager.state import Policy
+from tests.sim.checks import Contents
+from tests.sim.frontend import Frontend
+from tests.sim.manager import Disk, Manager, ManagerKilledError
+from tests.sim.model import BLOCK_SIZE, LAYOUT, chain
+from tests.sim.network import Connection
+from tests.sim.process import Process
+from tests.sim.runner import Capacity, Runner
+from tests.sim.workload import Workload, shape
+
+TICK: Final = 0.05  # seconds, of the manager
+MEAN_TURN: Final = 0.001  # seconds
+MANAGER_SHARE: Final = 0.4  # of all turns
+REMEMBERED: Final = 400  # events that a failure prints
+MAX_SETTLING_TURNS: Final = 40_000
+DAMAGED_TAG: Final = owner_tag(DAMAGED)
+
+
+class World:
+    """`audit_every`: messages between two full audits; what is cheap is checked at each."""
+
+    def __init__(self, seed: int, audit_every: int = 1, verbose: bool = False) -> None:
+        self.random = Random(seed)
+        self.shape = shape(self.random)
+        self.audit_every = audit_every
+        self.verbose = verbose
+        self.now = 100.0
+        self.messages = 0
+        self.losses = 0  # runners that have died, left or were fenced
+        self.statistics: Counter[str] = Counter()
+        self.events: deque[tuple[float, str, str, Any]] = deque(maxlen=REMEMBERED)
+        self.disk = Disk(self.shape.num_blocks)
+        self.cells = [[0] * BLOCK_SIZE for _ in range(self.shape.num_blocks)]
+        self.connections: list[Connection] = []
+        self.contents = Contents(self.cells)
+        self.workload = Workload(self.random, self.shape.num_blocks)
+        self.policy = Policy(max_waiting=200, watermark=0.02, runner_wait=1000.0)
+        self.manager: Manager | None = None
+        self.manager_from = 0.0  # when it starts again, or goes on
+        self._boots = 0
+        self._names = 0
+        self._next_tick = 0.0
+        self._unaudited = 0
+        self._births: list[tuple[float, str, Capacity | None]] = []  # when, name, a runner's capacity
+        self.processes: list[Process] = []
+        self._boot()
+        for capacity in self.shape.capacities:
+            self._add(self._name("runner"), capacity)
+        for _ in range(self.shape.num_frontends):
+            self._add(self._name("frontend"), None)
+
+    # --- for the processes ------------------------------------------------------------------------------------
+
+    def trace(self, who: str, what: str, detail: Any) -> None:
+        self.events.append((self.now, who, what, detail))
+        if self.verbose:
+            print(f"{self.now:9.4f} {who:12} {what} {detail}")
+
+    def count(self, is_message: bool) -> None:
+        """Probes are not counted."""
+        self.messages += is_message
+
+    def frontend(self, endpoint: str) -> Frontend | None:
+        for process in self.processes:
+            if isinstance(process, Frontend) and process.name == endpoint:
+                return process
+        return None
+
+    def frontends(self) -> list[Frontend]:
+        return [process for process in self.processes if isinstance(process, Frontend)]
+
+    def runners(self) -> list[Runner]:
+        return [process for process in self.processes if isinstance(process, Runner)]
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def run(self, num_messages: int) -> None:
+        """Until so many messages have been delivered, then to a quiet end."""
+        while self.messages < num_messages:
+            self._disturb()
+            self._turn()
+        self._settle()
+
+    def _turn(self) -> None:
+        self.now += self.random.expovariate(1 / MEAN_TURN)
+        if self._births and self._births[0][0] <= self.now:
+            _, name, capacity = self._births.pop(0)
+            self._add(name, capacity)
+        if self.random.random() < MANAGER_SHARE or not self.processes:
+            if self.now >= self.manager_from:
+                self._manager_turn()
+            return
+        process = self.random.choice(self.processes)
+        if self.now >= process.stalled_until:
+            process.turn()
+
+    def _manager_turn(self) -> None:
+        try:
+            if self.manager is None:
+                self._boot()
+            elif self.now >= self._next_tick:
+                self._next_tick = self.now + TICK
+                self.manager.tick(self.now)
+            else:
+                self._deliver(self.manager)
+        except ManagerKilledError:
+            self._manager_killed()
+        else:
+            self._check()
+
+    def _deliver(self, manager: Manager) -> None:
+        waiting = [connection for connection in self.connections if connection.up]
+        if not waiting:
+            return
+        connection = self.random.choice(waiting)
+        frames = connection.up.popleft()
+        if not connection.up and not connection.client_lives:
+            self.connections.remove(connection)
+        self.count(bool(frames[1]))
+        manager.take(self.now, connection, frames)
+
+    def _boot(self) -> None:
+        self._boots += 1
+        self.trace("manager", "starts", self._boots)
+        self.manager = Manager(self.disk, f"boot-{self._boots}", self.policy, self.now)
+        self.manager.core_layout = LAYOUT
+        self.manager.trace = self.trace
+        self.manager.open(self.now)
+
+    # --- what happens to them ---------------------------------------------------------------------------------
+
+    def _disturb(self) -> None:
+        chance = self.random.random()
+        frontends = self.frontends()
+        if not frontends:
+            return
+        frontend = self.random.choice(frontends)
+        if self._boots == 1 and not self.disk.records:
+            return  # nobody can be served before the first runner has come
+        if sum(len(each.expected) for each in frontends) < self.shape.max_live and chance < 0.2:
+            self.workload.submit(frontend)
+        elif chance > 1 - self.shape.cancel_rate:
+            self.statistics["cancelled or stopped"] += 1
+            self.workload.disturb(frontend)
+        if self.random.random() < self.shape.fault_rate:
+            self._fault()
+
+    def _fault(self) -> None:
+        match self.random.choice(
+            ("manager", "manager", "frontend", "runner", "stall", "stall", "report", "drain")
+        ):
+            case "manager":
+                self._light_the_fuse()
+            case "stall":
+                self._stall()
+            case "frontend":
+                self._kill(self.random.choice(self.frontends()))
+            case kind:
+                runners = self.runners()
+                if runners:
+                    self._hit(kind, self.random.choice(runners))
+
+    def _hit(self, kind: str, runner: Runner) -> None:
+        if kind == "runner":
+            self._kill(runner)
+        elif kind == "drain":
+            self.trace(runner.name, "is told to end", "")
+            runner.draining = True
+        else:
+            self.trace(runner.name, "misbehaves", "")
+            self.losses += 1
+            runner.misbehave()
+
+    def _light_the_fuse(self) -> None:
+        if self.manager is not None and self.manager.fuse is None:
+            self.manager.fuse = self.random.randint(0, 6)
+            self.manager.tear = self.random.random() < 0.3
+
+    def _manager_killed(self) -> None:
+        manager = self.manager
+        assert manager is not None
+        self.trace("manager", "is killed", "")
+        self.statistics["manager kills"] += 1
+        self._count_counters(manager)
+        self.manager = None
+        self.manager_from = self.now + self.random.choice((0.01, 0.1, 0.5))
+        for connection in list(self.connections):
+            connection.manager_killed(self.random)
+            if not connection.client_lives:
+                self.connections.remove(connection)
+
+    def _kill(self, process: Process) -> None:
+        self.trace(process.name, "is killed", "")
+        process.killed()
+        self.statistics[f"{type(process).__name__.lower()} kills"] += 1
+        self._remove(process)
+
+    def exit(self, runner: Runner) -> None:
+        """It has drained."""
+        self.trace(runner.name, "exits", "")
+        runner.exited()
+        self.statistics["runner exits"] += 1
+        self._remove(runner)
+
+    def _remove(self, process: Process) -> None:
+        """The supervisor starts another, under the same name or a new one."""
+        self.processes.remove(process)
+        if not process.connection.up:
+            self.connections.remove(process.connection)
+        capacity = process.capacity if isinstance(process, Runner) else None
+        self.losses += capacity is not None
+        kind = "runner" if capacity else "frontend"
+        name = process.name if self.random.random() < 0.5 else self._name(kind)
+        delay = self.random.choice((0.0, 0.03, 0.2, 0.6))
+        self._births.append((self.now + delay, name, capacity))
+        self._births.sort(key=lambda birth: birth[:2])
+
+    def _stall(self) -> None:
+        until = self.now + self.random.choice((0.02, 0.2, 0.5, 1.5))
+        self.statistics["stalls"] += 1
+        who = self.random.randrange(len(self.processes) + 1)
+        if who == len(self.processes):
+            self.manager_from = max(self.manager_from, until)
+            self.trace("manager", "is stopped until", until)
+        else:
+            self.processes[who].stalled_until = until
+            self.trace(self.processes[who].name, "is stopped until", until)
+
+    def _name(self, kind: str) -> str:
+        self._names += 1
+        return f"{kind}-{self._names}"
+
+    def _add(self, name: str, capacity: Capacity | None) -> None:
+        self.trace(name, "is started", capacity)
+        self.processes.append(Frontend(self, name) if capacity is None else Runner(self, name, capacity))
+
+    # --- what must be true ------------------------------------------------------------------------------------
+
+    def check_write(self, runner: Runner, block: int) -> None:
+        """Whoever writes a block owns it, in the manager's eyes and in the records."""
+        pool = self.manager.core.state.pool if self.manager else None
+        if pool is not None:
+            state, tag = pool.state[block], pool.owner_tag[block]
+            ours = state in (RESERVED, QUARANTINED) and tag in (runner.tag, DAMAGED_TAG)
+            assert ours, f"{runner.name} writes block {block}, which is {state.name}, not its own"
+            return
+        record = unpack(self.disk.records[block], BLOCK_SIZE)
+        assert record is None or (record.state is RESERVED and record.owner_tag == runner.tag), (
+            f"{runner.name} writes block {block}, whose record is {record}"
+        )
+
+    def check_starts(self, directives: Directives) -> None:
+        """Cached blocks hold the very tokens, under the request's salt, in the generation named."""
+        for start in directives.starts:
+            salt = salt_digest(self.workload.salts[start.request_id])
+            for sequence in start.sequences:
+                tokens = (*start.prompt_token_ids, *sequence.output_token_ids)[: sequence.num_cached_tokens]
+                cells = chain(tokens)
+                for index in range(len(tokens) // BLOCK_SIZE):
+                    block, generation = sequence.block_table[index]
+                    part = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
+                    assert self.cells[block] == cells[part], (
+                        f"start {start.start_id}: block {block} holds others"
+                    )
+                    record = unpack(self.disk.records[block], BLOCK_SIZE)
+                    packed = token_array(tokens[part]).tobytes()
+                    assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
+                    assert record is None or (record.salt, record.tokens) == (salt, packed), (
+                        f"{start}: {record}"
+                    )
+
+    def _check(self) -> None:
+        """After each event at the manager: what it has sealed is there; and, now and then, everything."""
+        manager = self.manager
+        pool = manager.core.state.pool if manager else None
+        if manager is None or pool is None:
+            return
+        if manager.touched:
+            self.contents.check(pool, manager.touched)
+            manager.touched = set()
+        self._unaudited += 1
+        if self._unaudited >= self.audit_every:
+            self._unaudited = 0
+            self.statistics["audits"] += 1
+            violated = audit(manager.core.state)
+            assert not violated, violated
+
+    # --- the end ----------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Nothing more goes wrong: every request finishes, and nobody holds anything any more."""
+        for process in self.processes:
+            process.stalled_until = 0.0
+        for _ in range(MAX_SETTLING_TURNS):
+            self._turn()
+            if self._quiet():
+                break
+        else:
+            raise AssertionError(f"not at rest after {MAX_SETTLING_TURNS} turns: {self._unrest()}")
+        manager = self.manager
+        assert manager is not None
+        self._count_counters(manager)
+        state = manager.core.state
+        pool = state.pool
+        assert pool is not None
+        assert audit(state) == []
+        self.contents.check(pool, set(range(pool.num_blocks)))
+        assert len(pool.free) + len(pool.cached) == pool.num_blocks, pool.statistics()
+        for block, record in enumerate(self.disk.records):
+            assert unpack(record, BLOCK_SIZE) == pool.record(block), (
+                f"the record of block {block} is not up to date"
+            )
+
+    def _quiet(self) -> bool:
+        if self.manager is None or self._births or self.manager.core.state.survivors:
+            return False
+        if any(frontend.expected for frontend in self.frontends()):
+            return False
+        if not all(runner.idle and runner.session.session for runner in self.runners()):
+            return False
+        busy = any(
+            frames[1] for connection in self.connections for frames in (*connection.up, *connection.down)
+        )
+        known = self.manager.core.state.clients.keys() == {
+            self._client_id(process) for process in self.processes
+        }
+        return known and not busy and not any(frontend.pipes_full for frontend in self.frontends())
+
+    def _client_id(self, process: Process) -> int:
+        """In the manager's present start; 0 if it has no session there."""
+        session = process.session.session
+        assert self.manager is not None
+        current = session is not None and session.boot_id == self.manager.core.state.boot_id
+        return session.client_id if session is not None and current else 0
+
+    def _unrest(self) -> str:
+        assert self.manager is not None
+        state = self.manager.core.state
+        live = [(r.request_id, r.attempt, r.accepted) for f in self.frontends() for r in f.expected]
+        running = [(r.name, r.scheduler.statistics()) for r in self.runners()]
+        pool = state.pool.statistics() if state.pool else None
+        waiting = [request.submit.request_id for request in state.waiting]
+        return (
+            f"live {live}, waiting {waiting}, runners {running}, {pool}, survivors {state.survivors}, "
+            f"clients {[c.hello.name for c in state.clients.values()]}, processes {[(p.name, self._client_id(p)) for p in self.processes]}, births {self._births}"
+        )
+
+    def _count_counters(self, manager: Manager) -> None:
+        counters = manager.core.state.counters
+        self.statistics["preemptions"] += counters.preemptions
+        self.statistics["hit tokens"] += counters.prefix_cache_hits
+        self.statistics["fenced"] += len(manager.faults)
+        if manager.core.state.pool is not None:
+            self.statistics["evictions"] += manager.core.state.pool.evictions
