@@ -74,6 +74,9 @@ class CallResponse:
         except ApiError as error:
             status = error.status
             raise
+        except Exception:
+            status = 500
+            raise
         finally:
             watcher.cancel()
             for generation in self._call.generations:

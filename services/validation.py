@@ -26,6 +26,7 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_TOKENS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
 MAX_SALT_CHARS: Final = 256
+MAX_SHOWN_CHARS: Final = 200  # of what a client wrote, in an error
 _SEED_MASK: Final = (1 << 63) - 1
 _SEED_LIMIT: Final = 1 << 63
 
@@ -105,7 +106,7 @@ def _wrong_field(text: str) -> ApiError:
         (_MISSING, "missing_required_parameter", "the field `{}` is missing"),
     ):
         if found := pattern.match(text):
-            name = f"{where}.{found.group(1)}" if where else found.group(1)
+            name = (f"{where}.{found.group(1)}" if where else found.group(1))[:MAX_SHOWN_CHARS]
             return invalid(name, words.format(name), code)
     if not where:
         return ApiError(400, f"wrong body: {text}", code="invalid_type")
@@ -119,7 +120,7 @@ def check_common(body: GenerationRequest) -> None:
     for name, low, high in _RANGES:
         value = getattr(body, name, None)
         if value is not None and not isinstance(value, bool) and not low <= value <= high:
-            raise invalid(name, f"`{name}` is {value}; want {low:g} to {high:g}")
+            raise invalid(name, f"`{name}` is {value}; want {_number(low)} to {_number(high)}")
     if body.top_p is not None and not 0 < body.top_p <= 1:
         raise invalid("top_p", f"`top_p` is {body.top_p}; want more than 0, at most 1")
     if body.repetition_penalty is not None and not 0 < body.repetition_penalty <= 10:
@@ -135,6 +136,10 @@ def check_common(body: GenerationRequest) -> None:
         raise invalid(
             "cache_salt", f"`cache_salt` has {len(body.cache_salt)} characters; want 1 to {MAX_SALT_CHARS}"
         )
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def refuse(name: str, value: Any) -> None:
