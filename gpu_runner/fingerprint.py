@@ -5,6 +5,7 @@ file's path, size, inode and times; where that folder cannot be written, the dig
 again.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -53,4 +54,5 @@ def _write(entry: Path, digest: bytes) -> None:
         draft.write_bytes(digest)
         draft.replace(entry)
     except OSError:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)

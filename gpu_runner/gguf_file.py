@@ -59,9 +59,15 @@ class GgufFile:
         if self._data[:4] != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file: it begins with {self._data[:4]!r}, not b'GGUF'")
         self._position = 4
+        try:
+            self._read_header()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ModelError(f"{path} is cut off in its header, or damaged: {error}") from None
+
+    def _read_header(self) -> None:
         version = self._scalar("<I")
         if version not in (2, 3):
-            raise ModelError(f"{path} has GGUF version {version}; supported are 2 and 3, little endian")
+            raise ModelError(f"{self.path} has GGUF version {version}; supported are 2 and 3, little endian")
         tensor_count, field_count = self._scalar("<Q"), self._scalar("<Q")
         self.metadata: dict[str, Any] = {}
         for _ in range(field_count):

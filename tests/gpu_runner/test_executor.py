@@ -74,7 +74,7 @@ def test_forks_draw_from_one_row_with_their_own_numbers(model: Model) -> None:
 
 
 def test_copies_come_before_the_step_reads(model: Model) -> None:
-    """The prompt's last block is replaced by a copy of it; the sequence decodes from that as it would have."""
+    """The prompt's last block is replaced by a copy of it; the sequence decodes on as it would have."""
     executor = make_executor(model)
     wanted = generate(make_executor(model), [PROMPT], 4)[0]
     (sequence,) = make_sequences([PROMPT], 4)
