@@ -153,6 +153,7 @@ def serve(config: ServeConfig) -> int:
     except OSError as error:
         print(f"pagekeeper serve: {error}", file=sys.stderr)
         return CONFIGURATION_ERROR
+    sweep(config.pool_directory)  # of an earlier start that was killed
     with reserved:
         status = asyncio.run(_serve(config, str(model), reserved.getsockname()[1]))
     sweep(config.pool_directory)
