@@ -4,21 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.attention_plan import (
-    PIECE_FIELDS,
-    TILE,
-    Job,
-    Plan,
-    Scratch,
-    padded,
-    partial_size,
-    scratch_of,
-)
+from kernels.cpu.attention_plan import PIECE_FIELDS, Job, Plan, Scratch, padded, partial_size, scratch_of
 from kernels.cpu.exponential import exp
 from kernels.cpu.jit import jit, next_item
-from kernels.cpu.memory import FLOAT32, INT32, INT64, Kind, Pointer, elements, load, size_of, store
-from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, hide_scores, online_softmax
-from kernels.cpu.tile import ROWS, tile_product, transpose
+from kernels.cpu.memory import FLOAT32, INT32, INT64, LANES, Kind, Pointer, elements, load, size_of, store
+from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, online_softmax
+from kernels.cpu.tile import ROWS, TILE, add_product, score_product, transpose, transpose_width
 
 DIRECT_ROWS = 8  # up to this many rows, values are converted on the fly; beyond, once per tile into scratch
 
@@ -48,12 +39,16 @@ def attend(job: Job, plan: Plan, scratch: Scratch, index: int, head: int) -> Non
     sequence, first_row, num_rows, low, high = piece[0], piece[1], piece[2], piece[3], piece[4]
     split, splits = piece[5], piece[6]
     load_query(job, scratch, sequence, head, first_row, num_rows)
+    rows, next_rows = scratch.rows, scratch.rows + 2 * TILE * 8
+    find_rows(job, rows, sequence, head, low, min(TILE, high - low))
     for first_key in range(low, high, TILE):
         count = min(TILE, high - first_key)
-        find_rows(job, scratch, sequence, head, first_key, count)
-        score(job, scratch, num_rows, count)
+        next_key = first_key + TILE if first_key + TILE < high else first_key
+        find_rows(job, next_rows, sequence, head, next_key, min(TILE, high - next_key))
+        score(job, scratch, rows, next_rows, num_rows, count)
         weigh(job, scratch, piece, first_key, count)
-        accumulate(job, scratch, num_rows, count)
+        accumulate(job, scratch, rows + TILE * 8, next_rows + TILE * 8, num_rows, count)
+        rows, next_rows = next_rows, rows
     if splits == 1:
         write_out(job, scratch, piece, head)
         return
@@ -102,10 +97,13 @@ def position_of(job: Job, sequence: int, row: int) -> int:
 
 
 @jit
-def find_rows(job: Job, scratch: Scratch, sequence: int, head: int, first_key: int, count: int) -> None:
-    """Look up where the tile's keys and values lie; past the end, the last one is repeated."""
+def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, count: int) -> None:
+    """Write down where a tile's keys, then its values lie.
+
+    Past the end, the last one is repeated, so that no unused slot is ever read.
+    """
     table = elements(INT32, job.block_tables + sequence * job.table_row * 4)
-    keys, values = elements(INT64, scratch.key_rows), elements(INT64, scratch.value_rows)
+    keys, values = elements(INT64, rows), elements(INT64, rows + TILE * 8)
     size = size_of(job.cache_kind)
     index = 0
     while index < count:
@@ -128,45 +126,38 @@ def find_rows(job: Job, scratch: Scratch, sequence: int, head: int, first_key: i
 
 
 @jit
-def score(job: Job, scratch: Scratch, num_rows: int, count: int) -> None:
+def score(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: int, count: int) -> None:
     """scores = rows · keysᵀ for the tile."""
-    size = size_of(job.cache_kind)
-    for group in range(0, count, 16):
-        for column in range(0, job.head_dim, 16):
+    kind = job.cache_kind
+    size, width = size_of(kind), transpose_width(kind)
+    wide = job.head_dim // width * width
+    for group in range(0, count, LANES):
+        key_rows, next_key_rows = rows + group * 8, next_rows + group * 8
+        for column in range(0, wide, width):
             place = scratch.keys + (column * TILE + group) * 4
-            transpose(job.cache_kind, scratch.key_rows + group * 8, column * size, place, TILE * 4)
+            transpose(kind, 1, key_rows, column * size, place, next_key_rows)
+        for column in range(wide, job.head_dim, LANES):
+            place = scratch.keys + (column * TILE + group) * 4
+            transpose(kind, 0, key_rows, column * size, place, next_key_rows)
     row_size = job.head_dim * 4
     for row in range(0, num_rows, ROWS):
-        tile_product(
-            FLOAT32,
-            4,
-            0,
-            scratch.query + row * row_size,
-            row_size,
-            scratch.transposed_rows,
-            0,
-            job.head_dim,
-            scratch.scores + row * TILE * 4,
-            TILE * 4,
-        )
+        left, result = scratch.query + row * row_size, scratch.scores + row * TILE * 4
+        score_product(left, row_size, scratch.transposed_rows, job.head_dim, result)
 
 
 @jit
 def weigh(job: Job, scratch: Scratch, piece: Pointer, first_key: int, count: int) -> None:
     """scores → weights of the online softmax; what the rows have summed up is rescaled."""
-    maxima, weights = elements(FLOAT32, scratch.maxima), elements(FLOAT32, scratch.weights)
     soft_cap: Any = np.float32(job.soft_cap)
     sequence, first_row, num_rows = piece[0], piece[1], piece[2]
     for row in range(num_rows):
-        scores = elements(FLOAT32, scratch.scores + row * TILE * 4)
         if soft_cap > ZERO:
-            cap_scores(scores, TILE, soft_cap)
+            cap_scores(elements(FLOAT32, scratch.scores + row * TILE * 4), TILE, soft_cap)
         position = position_of(job, sequence, first_row + row)
         last = min(count, position + 1 - first_key)
         first = position + 1 - job.sliding_window - first_key if job.sliding_window > 0 else 0
-        if first > 0 or last < TILE:
-            hide_scores(scores, first, last, TILE)
-        factor = online_softmax(scores, TILE, maxima, weights, row)
+        place = scratch.scores + row * TILE * 4
+        factor = online_softmax(place, first, last, scratch.maxima + row * 4, scratch.weights + row * 4)
         if factor != ONE:
             sums = elements(FLOAT32, scratch.sums + row * job.head_dim * 4)
             for i in range(job.head_dim):
@@ -174,35 +165,36 @@ def weigh(job: Job, scratch: Scratch, piece: Pointer, first_key: int, count: int
 
 
 @jit
-def accumulate(job: Job, scratch: Scratch, num_rows: int, count: int) -> None:
+def accumulate(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: int, count: int) -> None:
     """sums += weights · values for the tile."""
     if num_rows <= DIRECT_ROWS:
-        add_products(job, scratch, job.cache_kind, scratch.value_rows, num_rows, count)
+        add_products(job, scratch, job.cache_kind, 1, rows, next_rows, num_rows, count)
         return
-    values = elements(INT64, scratch.value_rows)
+    values = elements(INT64, rows)
     for i in range(count):
         source = elements(job.cache_kind, values[i])
         converted = elements(FLOAT32, scratch.values + i * job.head_dim * 4)
         for j in range(job.head_dim):
             converted[j] = load(source, j)
-    add_products(job, scratch, FLOAT32, scratch.converted_rows, num_rows, count)
+    add_products(job, scratch, FLOAT32, 0, scratch.converted_rows, next_rows, num_rows, count)
 
 
 @jit
-def add_products(job: Job, scratch: Scratch, kind: Kind, value_rows: int, num_rows: int, count: int) -> None:
-    """sums[4 rows, 64 or 16 columns] += weights · values, tile by tile."""
+def add_products(
+    job: Job, scratch: Scratch, kind: Kind, ahead: int, rows: int, next_rows: int, num_rows: int, count: int
+) -> None:
+    """sums += weights · values, 4 rows by 64 columns (16 at the end) at a time."""
     row_size = job.head_dim * 4
     wide = job.head_dim // 64 * 64
+    size = size_of(kind)
     for row in range(0, num_rows, ROWS):
-        left = scratch.scores + row * TILE * 4
+        left, sums = scratch.scores + row * TILE * 4, scratch.sums + row * row_size
         for column in range(0, wide, 64):
-            result = scratch.sums + row * row_size + column * 4
-            offset = column * size_of(kind)
-            tile_product(kind, 4, 1, left, TILE * 4, value_rows, offset, count, result, row_size)
-        for column in range(wide, job.head_dim, 16):
-            result = scratch.sums + row * row_size + column * 4
-            offset = column * size_of(kind)
-            tile_product(kind, 1, 1, left, TILE * 4, value_rows, offset, count, result, row_size)
+            place = sums + column * 4
+            add_product(kind, 4, ahead, left, rows, column * size, next_rows, count, place, row_size)
+        for column in range(wide, job.head_dim, LANES):
+            place = sums + column * 4
+            add_product(kind, 1, ahead, left, rows, column * size, next_rows, count, place, row_size)
 
 
 @jit

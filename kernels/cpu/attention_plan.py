@@ -4,12 +4,10 @@ from typing import NamedTuple
 
 from kernels.cpu.jit import jit
 from kernels.cpu.memory import INT32, INT64, Kind, elements
-from kernels.cpu.tile import ROWS
+from kernels.cpu.tile import LINE, ROWS, TILE
 
 MAX_ROWS = 96  # rows of a piece: enough to pay for transposing the keys once per piece
-TILE = 64  # keys of a tile: 4 vectors of scores
 SPLIT = 256  # keys of a piece of a split sequence
-LINE = 64  # bytes of a cache line
 PIECE_FIELDS = (
     8  # sequence, first row, rows, first key, end of keys, split, splits, place of the partial results
 )
@@ -133,8 +131,7 @@ class Scratch(NamedTuple):
     scores: int  # [MAX_ROWS, TILE]
     keys: int  # [head_dim, TILE]: a tile of keys, transposed
     values: int  # [TILE, head_dim]: a tile of values, converted
-    key_rows: int  # int64 [TILE]: where the tile's keys lie in the cache
-    value_rows: int  # int64 [TILE]: where its values lie in the cache
+    rows: int  # int64 [2, 2, TILE]: where the keys and values of this tile and the next lie
     transposed_rows: int  # int64 [head_dim]: the rows of `keys`
     converted_rows: int  # int64 [TILE]: the rows of `values`
     end: int
@@ -151,9 +148,8 @@ def scratch_of(job: Job, start: int) -> Scratch:
     scores = weights + MAX_ROWS * 4
     keys = scores + MAX_ROWS * TILE * 4
     values = keys + dim * TILE * 4
-    key_rows = values + TILE * dim * 4
-    value_rows = key_rows + TILE * 8
-    transposed_rows = value_rows + TILE * 8
+    rows = values + TILE * dim * 4
+    transposed_rows = rows + 4 * TILE * 8
     converted_rows = transposed_rows + lines(dim * 8)
     end = converted_rows + TILE * 8
     return Scratch(
@@ -164,8 +160,7 @@ def scratch_of(job: Job, start: int) -> Scratch:
         scores,
         keys,
         values,
-        key_rows,
-        value_rows,
+        rows,
         transposed_rows,
         converted_rows,
         end,

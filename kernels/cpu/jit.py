@@ -19,6 +19,8 @@ from numba import types
 from numba.core import cgutils as untyped_cgutils
 from numba.core.errors import TypingError
 
+from kernels.cpu.cache import cache_directory
+
 # Sums may be reordered (that is what vector registers need); NaN and infinity keep their meaning.
 FAST_MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
@@ -55,6 +57,8 @@ def find_gomp_parallel() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+numba_config: Any = numba.config
+numba_config.CACHE_DIR = str(cache_directory())
 cgutils: Any = untyped_cgutils
 GOMP_PARALLEL = find_gomp_parallel()
 

@@ -46,14 +46,27 @@ def lanes(scalar: Any, count: int) -> Any:
     return scalar if count == 1 else ir.VectorType(scalar, count)
 
 
-def splat(scalar: Any, value: int, count: int) -> Any:
+def splat(scalar: Any, value: float, count: int) -> Any:
     """A constant in every lane."""
     return scalar(value) if count == 1 else ir.Constant(ir.VectorType(scalar, count), [value] * count)
+
+
+def emit_broadcast(builder: Any, scalar: Any) -> Any:
+    """The scalar in every lane."""
+    vector = lanes(scalar.type, LANES)
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, WORD(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(lanes(WORD, LANES), [0] * LANES))
 
 
 def emit_load(builder: Any, kind: Any, pointer: Any, count: int) -> Any:
     """Read `count` elements of a kind at an element pointer as float32."""
     bits = builder.load(builder.bitcast(pointer, lanes(BITS[kind], count).as_pointer()), align=SIZES[kind])
+    return emit_widen(builder, kind, bits, count)
+
+
+def emit_widen(builder: Any, kind: Any, bits: Any, count: int) -> Any:
+    """The bits of a kind as float32."""
     if kind == types.float32:
         return bits
     if kind == types.int16:

@@ -6,10 +6,23 @@ Tokens are shared out over the threads.
 from typing import Any, NamedTuple
 
 import torch
+from numba import types
+from numba.core.errors import RequireLiteralValue
 from torch import Tensor
 
-from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
-from kernels.cpu.memory import FLOAT32, INT64, KINDS, Kind, Pointer, elements, load, size_of, store
+from kernels.cpu.jit import GOMP_PARALLEL, jit, literal_intrinsic, next_item, parallel, share_out
+from kernels.cpu.memory import (
+    FLOAT32,
+    INT64,
+    KINDS,
+    LANES,
+    Kind,
+    Pointer,
+    elements,
+    emit_load,
+    emit_store,
+    size_of,
+)
 from kernels.cpu.store_kv import copy_head
 from kernels.cpu.workspace import WORKSPACE
 
@@ -111,11 +124,36 @@ def rotary_work(share: tuple[RotaryJob, int, int]) -> None:
 @jit
 def rotate(source: Pointer, destination: Pointer, cos_sin: Pointer, half: int) -> None:
     """One head; source and destination are the same or do not overlap."""
-    for i in range(half):
-        first, second = load(source, i), load(source, half + i)
-        cos, sin = cos_sin[i], cos_sin[half + i]
-        store(destination, i, first * cos - second * sin)
-        store(destination, half + i, second * cos + first * sin)
+    whole = half // LANES * LANES
+    for i in range(0, whole, LANES):
+        rotate_lanes(source, destination, cos_sin, half, i, LANES)
+    for i in range(whole, half):
+        rotate_lanes(source, destination, cos_sin, half, i, 1)
+
+
+@literal_intrinsic
+def rotate_lanes(
+    typing_context: Any, source: Any, destination: Any, cos_sin: Any, half: Any, index: Any, count: Any
+) -> Any:
+    """`count` (a literal) pairs of a head, all read before any is written: in place, yet in vectors."""
+    if not isinstance(count, types.IntegerLiteral):
+        raise RequireLiteralValue("count is a literal")
+    width = count.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source_place, destination_place, cos_sin_place, half, index, _ = arguments
+        other = builder.add(half, index)
+        first = emit_load(builder, source.dtype, builder.gep(source_place, [index]), width)
+        second = emit_load(builder, source.dtype, builder.gep(source_place, [other]), width)
+        cos = emit_load(builder, types.float32, builder.gep(cos_sin_place, [index]), width)
+        sin = emit_load(builder, types.float32, builder.gep(cos_sin_place, [other]), width)
+        left = builder.fsub(builder.fmul(first, cos), builder.fmul(second, sin))
+        right = builder.fadd(builder.fmul(second, cos), builder.fmul(first, sin))
+        emit_store(builder, destination.dtype, builder.gep(destination_place, [index]), left, width)
+        emit_store(builder, destination.dtype, builder.gep(destination_place, [other]), right, width)
+        return context.get_dummy_value()
+
+    return types.void(source, destination, cos_sin, types.int64, types.int64, count), codegen
 
 
 class StoreJob(NamedTuple):
