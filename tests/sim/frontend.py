@@ -1,4 +1,4 @@
-"""A frontend's process in the simulator: the real tracker, and what `services.backend` does around it."""
+"""A frontend's process in the simulator: the real tracker, in a shell like its backend's."""
 
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -52,7 +52,7 @@ class Frontend(Process):
         self._next_tick = world.now + TICK
         self._ticks = 0
 
-    # --- from the clients -------------------------------------------------------------------------------------
+    # --- from the clients -----------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -98,7 +98,7 @@ class Frontend(Process):
     def pipes_full(self) -> bool:
         return any(pipe.batches for pipe in self.pipes)
 
-    # --- the loop ---------------------------------------------------------------------------------------------
+    # --- the loop -------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
         full = [pipe for pipe in self.pipes if pipe.batches]
@@ -140,7 +140,7 @@ class Frontend(Process):
         if self._ticks % STATS_EVERY == 0 and self.tracker.connected:
             self._outbox.append(StatsQuery(0))
 
-    # --- what comes out ---------------------------------------------------------------------------------------
+    # --- what comes out -------------------------------------------------------------------------------------
 
     def _apply(self, effects: Effects) -> None:
         self._outbox.extend(effects.send)
@@ -158,8 +158,8 @@ class Frontend(Process):
             )
             if output.finish_reason is not None and output.stop_reason != "stop string":
                 assert (len(got), output.finish_reason) == (len(text.tokens), text.finish_reason), (
-                    f"{request.request_id}/{output.index} ends with {output.finish_reason} after {len(got)} tokens,"
-                    f" want {text.finish_reason} after {len(text.tokens)}"
+                    f"{request.request_id}/{output.index} ends with {output.finish_reason} after {len(got)} "
+                    f"tokens, want {text.finish_reason} after {len(text.tokens)}"
                 )
         if request.done:
             self._ended(request)
@@ -174,9 +174,8 @@ class Frontend(Process):
             assert request.error.code == "can_never_fit", request.error.message
             statistics["refused"] += 1
         elif request.error.code == "internal" and request.losses > MAX_LOSSES:
-            assert self.world.losses - expected.losses > MAX_LOSSES, (
-                f"{request.request_id}: {request.error.message}, and only {self.world.losses - expected.losses} died"
-            )
+            died = self.world.losses - expected.losses
+            assert died > MAX_LOSSES, f"{request.request_id}: {request.error.message}, and only {died} died"
             statistics["given up"] += 1
         else:
             raise AssertionError(f"{request.request_id}: {request.error.code}: {request.error.message}")

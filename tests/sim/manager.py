@@ -1,4 +1,4 @@
-"""The manager's process in the simulator: the real core and records, and what `kvmanager.server` does around them."""
+"""The manager's process in the simulator: the real core and records, in a shell like its server's."""
 
 from collections.abc import Callable
 from typing import Any

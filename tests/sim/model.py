@@ -1,7 +1,7 @@
-"""The simulator's model: its "KV" is the token history, so that every read through a block table can be checked.
+"""The simulator's model: its "KV" is the token history, so every read through a block table can be checked.
 
-A cell of a block holds the chained hash of all tokens up to its position: what is right for one history is wrong for
-every other. The next token is a function of that hash, the seed, the choice and the position.
+A cell of a block holds the chained hash of all tokens up to its position: what is right for one history is
+wrong for every other. The next token is a function of that hash, the seed, the choice and the position.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ MayWrite = Callable[[int], None]
 
 
 class Engine:
-    """Executes plans on `cells` (block → what its slots hold), which all runners share and which outlive them."""
+    """Executes plans on `cells` (block → what its slots hold), which all runners share."""
 
     def __init__(self, cells: list[list[int]], may_write: MayWrite) -> None:
         self._cells = cells
@@ -99,8 +99,8 @@ class Engine:
             right = known[first : min(first + BLOCK_SIZE, end)]
             block = sequence.block_table[index]
             assert self._cells[block][: len(right)] == right, (
-                f"start {sequence.start_id} choice {sequence.choice} reads wrong tokens in block {block}, entry {index}"
-                f" of its table {sequence.block_table}, {end} tokens"
+                f"start {sequence.start_id} choice {sequence.choice} reads wrong tokens in block {block}, "
+                f"entry {index} of its table {sequence.block_table}, {end} tokens"
             )
         num_output = end - sequence.num_prompt_tokens
         return SequenceOutput(

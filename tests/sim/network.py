@@ -1,7 +1,7 @@
 """The network between the simulated processes: a queue per connection and direction, first in, first out.
 
-What a break loses depends on where a message is at that moment, which only chance knows: a process that was killed may
-have got some of its last messages out, and a peer may already have some of what was sent to it.
+What a break loses depends on where a message is at that moment, which only chance knows: a process that was
+killed may have got some of its last messages out, and a peer may already have some of what was sent to it.
 """
 
 from collections import deque

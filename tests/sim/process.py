@@ -1,4 +1,4 @@
-"""What simulated frontends and runners have in common: a lock, a connection, and the real rules of a session."""
+"""What simulated frontends and runners share: a lock, a connection, and the real rules of a session."""
 
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +13,7 @@ HELLO_INTERVAL: Final = 0.4  # seconds after which an unanswered Hello is sent a
 
 
 class Process:
-    """One process from its start to its death. `stalled_until`: it takes and sends nothing before (seconds)."""
+    """One process from its start to its death. It does nothing before `stalled_until` (seconds)."""
 
     def __init__(self, world: "World", name: str, hello: Hello) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""A runner's process in the simulator: the real scheduler and outboxes, and what `gpu_runner.server` does around them."""
+"""A runner's process in the simulator: the real scheduler and outboxes, in a shell like its server's."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 EOS_TOKEN_IDS: Final = frozenset({EOS})
+NO_BLOCK: Final = (0, 1 << 40)  # in a generation that never comes
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,6 @@ class Runner(Process):
         self.plan: StepPlan | None = None
         self.draining = False
         self.told = False  # the manager knows that it is draining
-        self.last_report: StepReport | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -60,7 +60,6 @@ class Runner(Process):
         self.plan = None
         self.told = False
         self.rests = False
-        self.last_report = None
 
     @property
     def idle(self) -> bool:
@@ -101,7 +100,6 @@ class Runner(Process):
         self.plan = self.scheduler.schedule()
         self.rests = self.plan is None
         if (report := self.scheduler.report()) is not None:
-            self.last_report = report
             self.rests = False
             self.send(report)
         if self.plan is None and self.told and not self.scheduler.statistics().sequences:
@@ -131,9 +129,9 @@ class Runner(Process):
                 outbox.clear()
 
     def misbehave(self) -> None:
-        """Send the last report once more, as a runner with a fault might: most often the manager fences it."""
-        if self.session.session is not None and self.last_report is not None:
-            self.send(self.last_report)
+        """Report what cannot be, as a runner with a fault might: the manager fences it."""
+        if self.session.session is not None:
+            self.send(StepReport(returned=(NO_BLOCK,)))
 
     def killed(self) -> None:
         super().killed()

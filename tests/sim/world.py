@@ -65,7 +65,7 @@ class World:
         for _ in range(self.shape.num_frontends):
             self._add(self._name("frontend"), None)
 
-    # --- for the processes ------------------------------------------------------------------------------------
+    # --- for the processes ----------------------------------------------------------------------------------
 
     def trace(self, who: str, what: str, detail: Any) -> None:
         self.events.append((self.now, who, what, detail))
@@ -88,7 +88,7 @@ class World:
     def runners(self) -> list[Runner]:
         return [process for process in self.processes if isinstance(process, Runner)]
 
-    # --- the loop ---------------------------------------------------------------------------------------------
+    # --- the loop -------------------------------------------------------------------------------------------
 
     def run(self, num_messages: int) -> None:
         """Until so many messages have been delivered, then to a quiet end."""
@@ -143,7 +143,7 @@ class World:
         self.manager.trace = self.trace
         self.manager.open(self.now)
 
-    # --- what happens to them ---------------------------------------------------------------------------------
+    # --- what happens to them -------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
         chance = self.random.random()
@@ -250,7 +250,7 @@ class World:
         self.trace(name, "is started", capacity)
         self.processes.append(Frontend(self, name) if capacity is None else Runner(self, name, capacity))
 
-    # --- what must be true ------------------------------------------------------------------------------------
+    # --- what must be true ----------------------------------------------------------------------------------
 
     def check_write(self, runner: Runner, block: int) -> None:
         """Whoever writes a block owns it, in the manager's eyes and in the records."""
@@ -301,7 +301,7 @@ class World:
             violated = audit(manager.core.state)
             assert not violated, violated
 
-    # --- the end ----------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Nothing more goes wrong: every request finishes, and nobody holds anything any more."""
@@ -356,9 +356,11 @@ class World:
         running = [(r.name, r.scheduler.statistics()) for r in self.runners()]
         pool = state.pool.statistics() if state.pool else None
         waiting = [request.submit.request_id for request in state.waiting]
+        known = [client.hello.name for client in state.clients.values()]
+        alive = [(process.name, self._client_id(process)) for process in self.processes]
         return (
             f"live {live}, waiting {waiting}, runners {running}, {pool}, survivors {state.survivors}, "
-            f"clients {[c.hello.name for c in state.clients.values()]}, processes {[(p.name, self._client_id(p)) for p in self.processes]}, births {self._births}"
+            f"known {known}, alive {alive}, to come {self._births}"
         )
 
     def _count_counters(self, manager: Manager) -> None:
