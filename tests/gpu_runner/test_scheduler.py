@@ -147,6 +147,28 @@ def test_a_sequence_without_a_credit_sits_out_and_the_others_go_on() -> None:
     assert planned(world.step()) == [(short, 1)]
 
 
+def test_credits_are_wanted_for_the_next_two_steps_at_which_blocks_fill() -> None:
+    world = World()
+    for prompt in ((2, 3, 4, 5), (2, 3, 4), (2, 3), (2,)):
+        world.start(prompt, max_tokens=30)
+    world.step(num_credits=0)  # 0, 1, 2 and 3 steps until each needs a block
+    assert world.reports[-1].credits_wanted == 1 + 1
+    world.step(num_credits=0)  # the first sits out: 0, 0, 1 and 2
+    assert world.reports[-1].credits_wanted == 2 + 1
+    world.step(num_credits=3)  # both have theirs, one credit is left: 3, 3, 0 and 1
+    assert world.reports[-1].credits_wanted == 1 + 1
+    assert world.scheduler.statistics().credits == 1
+
+
+def test_nothing_is_wanted_for_tokens_that_are_never_computed() -> None:
+    world = World()
+    world.start((2, 3), 2, max_tokens=1)
+    world.start((2, 3), max_tokens=3)  # the last of them is only sampled: four are computed
+    world.run()
+    assert [report.credits_wanted for report in world.reports if report.credits_wanted] == []
+    assert len(world.events) == 2 + 3
+
+
 def test_forks_copy_a_shared_tail_and_the_last_owner_writes_in_place() -> None:
     world = World()
     world.start((2, 3, 4, 5, 6, 7), 3, max_tokens=6)
