@@ -2,6 +2,7 @@
 runners.
 """
 
+from collections import deque
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from kvmanager.requests import ActiveStart, Request
 
 OWNER_TAG_BYTES = 8
+MAX_FINISHED = 1024  # finished sequences whose tokens may still wait in their runner
 
 
 def owner_tag(lock: str) -> bytes:
@@ -40,6 +42,7 @@ class Runner(Holder):
         "credits",
         "credits_wanted",
         "draining",
+        "finished",
         "hello",
         "last_heard",
         "outbox",
@@ -57,6 +60,10 @@ class Runner(Holder):
         self.draining = False
         self.active: dict[int, ActiveStart] = {}  # by start_id
         self.seats = 0  # sequences, and those that they will fork
+        self.finished: deque[tuple[int, str, int]] = deque(maxlen=MAX_FINISHED)
+        """(client_id of the frontend, request_id, attempt): should this runner die, their last tokens may die
+        with it.
+        """
         self.credits: set[int] = set()
         self.credits_wanted = 0
         self.last_heard = now  # seconds

@@ -195,6 +195,10 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
     output = tuple(sequence.tokens[len(active.request.prompt) :])
     if item.reason == "preempted" and len(output) < active.request.submit.sampling.max_tokens:
         active.resume.extend(Choice(choice, output) for choice in choices)
+    else:
+        submit = active.request.submit
+        runner = active.runner
+        runner.finished.append((active.request.frontend.client_id, submit.request_id, submit.attempt))
     sequence.release(pool)
     if not active.sequences:
         finish(state, active)

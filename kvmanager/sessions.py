@@ -109,7 +109,10 @@ def fence(state: State, runner: Runner, now: float) -> None:
 
 
 def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now: float) -> None:
-    """Let go of all blocks (sealed ones stay cached) and tell frontends which requests to submit again."""
+    """Let go of all blocks (sealed ones stay cached) and tell frontends which requests to submit again.
+
+    Those that have finished are among them: a frontend that has all their tokens has forgotten them.
+    """
     pool = state.pool
     assert pool is not None
     lost: dict[int, list[tuple[str, int]]] = {}
@@ -131,8 +134,11 @@ def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now:
             state.forget(request)
             entry = (request.submit.request_id, request.submit.attempt)
             lost.setdefault(request.frontend.client_id, []).append(entry)
+    for client_id, request_id, attempt in runner.finished:
+        if client_id in state.clients:
+            lost.setdefault(client_id, []).append((request_id, attempt))
     for client_id, requests in lost.items():
-        state.send(state.clients[client_id], RunnerLost(tuple(requests)))
+        state.send(state.clients[client_id], RunnerLost(tuple(dict.fromkeys(requests))))
     state.runners.remove(runner)
     state.last_runner_seen = now
     unregister(state, runner)
