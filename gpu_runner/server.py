@@ -146,7 +146,8 @@ class Server:
             self._client.send(report)
         if plan is None:
             self._sender.flush()
-            self._wait(IDLE_WAIT)
+            if not self._drained():
+                self._wait(IDLE_WAIT)
             return
         self._sender.send(self._scheduler.update(plan, self._engine.execute(plan)))
 
