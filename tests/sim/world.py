@@ -27,6 +27,9 @@ from tests.sim.workload import Workload, shape
 TICK: Final = 0.05  # seconds, of the manager
 MEAN_TURN: Final = 0.001  # seconds
 MANAGER_SHARE: Final = 0.4  # of all turns
+FAULTS: Final = (*("manager",) * 4, *("runner",) * 3, *("frontend",) * 2, *("stall",) * 2, "report", "drain")
+STALLS: Final = (0.01, 0.01, 0.05, 0.05, 0.2, 1.5)  # seconds; the last is longer than a runner is waited for
+SUBMIT_RATE: Final = 0.2  # per turn, while fewer requests live than may
 REMEMBERED: Final = 400  # events that a failure prints
 MAX_SETTLING_TURNS: Final = 40_000
 DAMAGED_TAG: Final = owner_tag(DAMAGED)
@@ -59,6 +62,8 @@ class World:
         self._unaudited = 0
         self._births: list[tuple[float, str, Capacity | None]] = []  # when, name, a runner's capacity
         self.processes: list[Process] = []
+        self.frontends: list[Frontend] = []
+        self.runners: list[Runner] = []
         self._boot()
         for capacity in self.shape.capacities:
             self._add(self._name("runner"), capacity)
@@ -77,16 +82,10 @@ class World:
         self.messages += is_message
 
     def frontend(self, endpoint: str) -> Frontend | None:
-        for process in self.processes:
-            if isinstance(process, Frontend) and process.name == endpoint:
-                return process
+        for frontend in self.frontends:
+            if frontend.name == endpoint:
+                return frontend
         return None
-
-    def frontends(self) -> list[Frontend]:
-        return [process for process in self.processes if isinstance(process, Frontend)]
-
-    def runners(self) -> list[Runner]:
-        return [process for process in self.processes if isinstance(process, Runner)]
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -117,23 +116,25 @@ class World:
             elif self.now >= self._next_tick:
                 self._next_tick = self.now + TICK
                 self.manager.tick(self.now)
-            else:
-                self._deliver(self.manager)
+            elif not self._deliver(self.manager):
+                return
         except ManagerKilledError:
             self._manager_killed()
         else:
             self._check()
 
-    def _deliver(self, manager: Manager) -> None:
+    def _deliver(self, manager: Manager) -> bool:
+        """One message; False if there is none."""
         waiting = [connection for connection in self.connections if connection.up]
         if not waiting:
-            return
+            return False
         connection = self.random.choice(waiting)
         frames = connection.up.popleft()
         if not connection.up and not connection.client_lives:
             self.connections.remove(connection)
         self.count(bool(frames[1]))
         manager.take(self.now, connection, frames)
+        return True
 
     def _boot(self) -> None:
         self._boots += 1
@@ -146,35 +147,28 @@ class World:
     # --- what happens to them -------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
+        if not self.frontends or not self.disk.records:
+            return  # nobody is served before the first runner has come
         chance = self.random.random()
-        frontends = self.frontends()
-        if not frontends:
-            return
-        frontend = self.random.choice(frontends)
-        if self._boots == 1 and not self.disk.records:
-            return  # nobody can be served before the first runner has come
-        if sum(len(each.expected) for each in frontends) < self.shape.max_live and chance < 0.2:
-            self.workload.submit(frontend)
+        if chance < SUBMIT_RATE:
+            if sum(len(frontend.expected) for frontend in self.frontends) < self.shape.max_live:
+                self.workload.submit(self.random.choice(self.frontends))
         elif chance > 1 - self.shape.cancel_rate:
             self.statistics["cancelled or stopped"] += 1
-            self.workload.disturb(frontend)
-        if self.random.random() < self.shape.fault_rate:
+            self.workload.disturb(self.random.choice(self.frontends))
+        elif chance > 1 - self.shape.cancel_rate - self.shape.fault_rate:
             self._fault()
 
     def _fault(self) -> None:
-        match self.random.choice(
-            ("manager", "manager", "frontend", "runner", "stall", "stall", "report", "drain")
-        ):
+        match self.random.choice(FAULTS):
             case "manager":
                 self._light_the_fuse()
             case "stall":
                 self._stall()
             case "frontend":
-                self._kill(self.random.choice(self.frontends()))
-            case kind:
-                runners = self.runners()
-                if runners:
-                    self._hit(kind, self.random.choice(runners))
+                self._kill(self.random.choice(self.frontends))
+            case kind if self.runners:
+                self._hit(kind, self.random.choice(self.runners))
 
     def _hit(self, kind: str, runner: Runner) -> None:
         if kind == "runner":
@@ -199,7 +193,7 @@ class World:
         self.statistics["manager kills"] += 1
         self._count_counters(manager)
         self.manager = None
-        self.manager_from = self.now + self.random.choice((0.01, 0.1, 0.5))
+        self.manager_from = self.now + self.random.choice((0.0, 0.01, 0.05, 0.3))
         for connection in list(self.connections):
             connection.manager_killed(self.random)
             if not connection.client_lives:
@@ -221,18 +215,22 @@ class World:
     def _remove(self, process: Process) -> None:
         """The supervisor starts another, under the same name or a new one."""
         self.processes.remove(process)
+        if isinstance(process, Runner):
+            self.runners.remove(process)
+        elif isinstance(process, Frontend):
+            self.frontends.remove(process)
         if not process.connection.up:
             self.connections.remove(process.connection)
         capacity = process.capacity if isinstance(process, Runner) else None
         self.losses += capacity is not None
         kind = "runner" if capacity else "frontend"
         name = process.name if self.random.random() < 0.5 else self._name(kind)
-        delay = self.random.choice((0.0, 0.03, 0.2, 0.6))
+        delay = self.random.choice((0.0, 0.01, 0.05, 0.3))
         self._births.append((self.now + delay, name, capacity))
         self._births.sort(key=lambda birth: birth[:2])
 
     def _stall(self) -> None:
-        until = self.now + self.random.choice((0.02, 0.2, 0.5, 1.5))
+        until = self.now + self.random.choice(STALLS)
         self.statistics["stalls"] += 1
         who = self.random.randrange(len(self.processes) + 1)
         if who == len(self.processes):
@@ -248,7 +246,14 @@ class World:
 
     def _add(self, name: str, capacity: Capacity | None) -> None:
         self.trace(name, "is started", capacity)
-        self.processes.append(Frontend(self, name) if capacity is None else Runner(self, name, capacity))
+        process: Frontend | Runner
+        if capacity is None:
+            process = Frontend(self, name)
+            self.frontends.append(process)
+        else:
+            process = Runner(self, name, capacity)
+            self.runners.append(process)
+        self.processes.append(process)
 
     # --- what must be true ----------------------------------------------------------------------------------
 
@@ -330,9 +335,9 @@ class World:
     def _quiet(self) -> bool:
         if self.manager is None or self._births or self.manager.core.state.survivors:
             return False
-        if any(frontend.expected for frontend in self.frontends()):
+        if any(frontend.expected for frontend in self.frontends):
             return False
-        if not all(runner.idle and runner.session.session for runner in self.runners()):
+        if not all(runner.idle and runner.session.session for runner in self.runners):
             return False
         busy = any(
             frames[1] for connection in self.connections for frames in (*connection.up, *connection.down)
@@ -340,7 +345,7 @@ class World:
         known = self.manager.core.state.clients.keys() == {
             self._client_id(process) for process in self.processes
         }
-        return known and not busy and not any(frontend.pipes_full for frontend in self.frontends())
+        return known and not busy and not any(frontend.pipes_full for frontend in self.frontends)
 
     def _client_id(self, process: Process) -> int:
         """In the manager's present start; 0 if it has no session there."""
@@ -352,8 +357,8 @@ class World:
     def _unrest(self) -> str:
         assert self.manager is not None
         state = self.manager.core.state
-        live = [(r.request_id, r.attempt, r.accepted) for f in self.frontends() for r in f.expected]
-        running = [(r.name, r.scheduler.statistics()) for r in self.runners()]
+        live = [(r.request_id, r.attempt, r.accepted) for f in self.frontends for r in f.expected]
+        running = [(r.name, r.scheduler.statistics()) for r in self.runners]
         pool = state.pool.statistics() if state.pool else None
         waiting = [request.submit.request_id for request in state.waiting]
         known = [client.hello.name for client in state.clients.values()]
