@@ -1,1 +1,1 @@
-"""Runners: disposable processes that borrow blocks, run the model with paged kernels, and hand blocks back."""
+"""Runners: disposable processes that borrow blocks, run the model with paged kernels, hand blocks back."""

@@ -1,7 +1,7 @@
 """What a step is: the plan that the scheduler makes, and the output that the executor returns for it.
 
-The scheduler (pure) decides which sequences get which tokens; the executor (torch) computes them. These types are
-all that the two know of each other.
+The scheduler (pure) decides which sequences get which tokens; the executor (torch) computes them. These types
+are all that the two know of each other.
 """
 
 from dataclasses import dataclass, field
@@ -21,15 +21,15 @@ class Sequence:
     block_table: list[int]  # logical index → block_id
     num_computed_tokens: int  # tokens whose KV is in the blocks
     forks: tuple[int, ...] = ()  # choices to fork off once all given tokens are computed
-    extra: dict[str, object] = field(default_factory=dict)  # the executor's own notes (token counts for penalties)
+    extra: dict[str, object] = field(default_factory=dict)  # the executor's own notes
 
 
 @dataclass(slots=True, frozen=True)
 class Scheduled:
     """Tokens [start, start + length) of `sequence` are computed in this step.
 
-    `sample_choices` is empty for a chunk that does not reach the end of the known tokens; else it names the choices
-    for which a next token is drawn from the last position's logits (the sequence's own, then its forks).
+    `sample_choices` is empty for a chunk that does not reach the end of the known tokens; else it names the
+    choices for which a next token is drawn from the last position's logits (its own, then its forks).
     """
 
     sequence: Sequence
@@ -40,7 +40,7 @@ class Scheduled:
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """One step: decodes first, then prefill chunks; `copies` (source block, new block) are done before anything else."""
+    """One step: decodes first, then prefill chunks; `copies` (source block, new block) come before all else."""
 
     scheduled: tuple[Scheduled, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -63,8 +63,8 @@ class Sampled:
 class SequenceOutput:
     """The result for one `Scheduled`, in the plan's order.
 
-    `prompt_logprobs` has one entry per computed prompt position p in [start, start + length): the log-probability of
-    token p + 1 given the tokens up to p; positions whose successor is not a prompt token are left out.
+    `prompt_logprobs` has one entry per computed prompt position p in [start, start + length): the log-probability
+    of token p + 1 given the tokens up to p; positions whose successor is not a prompt token are left out.
     """
 
     sampled: tuple[Sampled, ...]

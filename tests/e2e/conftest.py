@@ -1,4 +1,4 @@
-"""One served stack (float32, two runners, two frontends) shared by the end-to-end tests that do not break it."""
+"""One served stack (float32, two runners, two frontends) for the tests that do not break it."""
 
 from collections.abc import Iterator
 

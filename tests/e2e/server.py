@@ -1,4 +1,4 @@
-"""A served Pagekeeper for tests: real processes under the real supervisor, a temporary pool directory, a free port."""
+"""A served Pagekeeper for tests: real processes under the real supervisor, a temporary pool, a free port."""
 
 import functools
 import json
@@ -90,7 +90,7 @@ class Server:
         self._drain.join(5)
         return status
 
-    # --- what the tests look at -----------------------------------------------------------------------------------
+    # --- what the tests look at ------------------------------------------------------------------------
 
     @functools.cached_property
     def model(self) -> str:

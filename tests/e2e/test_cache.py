@@ -39,7 +39,12 @@ def test_a_prefix_computed_on_one_runner_is_a_hit_on_the_other(served: Server) -
     async def many() -> list[dict]:
         async with httpx.AsyncClient(base_url=served.url, timeout=120) as client:
             bodies = [
-                {"model": served.model, "prompt": shared + tokens(100 + i, 8), "max_tokens": 16, "temperature": 0}
+                {
+                    "model": served.model,
+                    "prompt": shared + tokens(100 + i, 8),
+                    "max_tokens": 16,
+                    "temperature": 0,
+                }
                 for i in range(8)
             ]
             answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
@@ -63,7 +68,9 @@ def blocks_in_use(server: Server) -> float:
 def test_a_client_that_goes_away_frees_its_blocks(served: Server) -> None:
     wait_until(lambda: blocks_in_use(served) == 0, "no block in use before")
     body = {"model": served.model, "prompt": tokens(5, 64), "max_tokens": 2000, "ignore_eos": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=60
+    ) as answer:
         next(answer.iter_lines())
         assert blocks_in_use(served) >= 4
     wait_until(lambda: blocks_in_use(served) == 0, "the streaming client's blocks back")
@@ -111,10 +118,18 @@ def test_pressure_preempts_and_the_texts_stay_equal() -> None:
         async def crowd() -> list[str]:
             async with httpx.AsyncClient(base_url=server.url, timeout=200) as client:
                 bodies = [
-                    {"model": server.model, "prompt": p, "max_tokens": 80, "ignore_eos": True, "temperature": 0}
+                    {
+                        "model": server.model,
+                        "prompt": p,
+                        "max_tokens": 80,
+                        "ignore_eos": True,
+                        "temperature": 0,
+                    }
                     for p in prompts
                 ]
-                answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+                answers = await asyncio.gather(
+                    *(client.post("/v1/completions", json=body) for body in bodies)
+                )
                 return [answer.json()["choices"][0]["text"] for answer in answers]
 
         assert asyncio.run(crowd()) == alone

@@ -16,7 +16,9 @@ def client(served: Server) -> openai.OpenAI:
 
 
 def test_chat_answers_the_question(client: openai.OpenAI, served: Server) -> None:
-    answer = client.chat.completions.create(model=served.model, messages=QUESTION, temperature=0, max_tokens=24)
+    answer = client.chat.completions.create(
+        model=served.model, messages=QUESTION, temperature=0, max_tokens=24
+    )
     assert "Paris" in (answer.choices[0].message.content or "")
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
@@ -24,7 +26,7 @@ def test_chat_answers_the_question(client: openai.OpenAI, served: Server) -> Non
 
 
 def test_streamed_chat_equals_the_unstreamed(client: openai.OpenAI, served: Server) -> None:
-    ask = dict(model=served.model, messages=QUESTION, temperature=0.8, seed=7, max_tokens=40)
+    ask = {"model": served.model, "messages": QUESTION, "temperature": 0.8, "seed": 7, "max_tokens": 40}
     whole = client.chat.completions.create(**ask)
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"

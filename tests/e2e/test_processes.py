@@ -24,7 +24,11 @@ def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm(tmp_path: 
             assert len(family) >= 3
             assert server.stop() == 0
         assert [child for child in family if child.is_running()] == []
-        assert {path.name for path in pool.iterdir() if path.is_file()} == {"kv.bin", "blocks.meta", "layout.json"}
+        assert {path.name for path in pool.iterdir() if path.is_file()} == {
+            "kv.bin",
+            "blocks.meta",
+            "layout.json",
+        }
         assert [path for folder in pool.iterdir() if folder.is_dir() for path in folder.iterdir()] == []
         with Server(pool) as server:
             answer = server.complete(PROMPT * 8, max_tokens=8)
@@ -34,7 +38,8 @@ def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm(tmp_path: 
 
 def kill_while_streaming(server: Server, kind: str, kills: int) -> None:
     """Four streams; SIGKILL one process of `kind`; every stream equals the undisturbed text."""
-    asks = [{"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "seed": i, "temperature": 0.9} for i in range(4)]
+    ask = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
+    asks = [{**ask, "seed": seed} for seed in range(4)]
     undisturbed = [server.text(**ask) for ask in asks]
     texts: dict[int, str] = {}
 
@@ -69,7 +74,7 @@ def test_a_killed_manager_costs_only_time() -> None:
 
 def test_a_killed_frontend_releases_its_requests() -> None:
     with Server(frontends=1) as server:
-        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+        body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             next(answer.iter_lines())
             os.kill(server.children("services")[0], signal.SIGKILL)
