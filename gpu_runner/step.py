@@ -40,7 +40,7 @@ class Scheduled:
 
 @dataclass(slots=True, frozen=True)
 class StepPlan:
-    """One step: decodes first, then prefill chunks; `copies` (source block, new block) come before all else."""
+    """One step: first `copies` (source block, new block), then decodes, then prefill chunks."""
 
     scheduled: tuple[Scheduled, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -63,8 +63,8 @@ class Sampled:
 class SequenceOutput:
     """The result for one `Scheduled`, in the plan's order.
 
-    `prompt_logprobs` has one entry per computed prompt position p in [start, start + length): the log-probability
-    of token p + 1 given the tokens up to p; positions whose successor is not a prompt token are left out.
+    `prompt_logprobs` has one entry per computed prompt position p in [start, start + length): that of token p + 1
+    given the tokens up to p; positions whose successor is not a prompt token are left out.
     """
 
     sampled: tuple[Sampled, ...]
