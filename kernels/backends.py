@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from torch import Tensor
 
@@ -58,15 +59,27 @@ OP_FILES = {
 }
 
 
-def load(name: BackendName) -> Ops:
-    """Import one backend and return its ops.
+def load(name: BackendName, *, checked: bool = False) -> Ops:
+    """Import one backend and return its ops; `checked` puts each behind the checks of kernels/checks.py.
 
     Raises ValueError for an unknown name, ImportError where its compiler (numba, triton) is missing.
     """
-    if name not in get_args(BackendName):
-        raise ValueError(
-            f"kernel backend {name!r} is unknown; choose one of {', '.join(get_args(BackendName))}"
-        )
-    return Ops(
-        name, **{op: getattr(import_module(f"kernels.{name}.{file}"), op) for op, file in OP_FILES.items()}
-    )
+    known = get_args(BackendName)
+    if name not in known:
+        raise ValueError(f"kernel backend {name!r} is unknown; choose one of {', '.join(known)}")
+    ops = {op: getattr(import_module(f"kernels.{name}.{file}"), op) for op, file in OP_FILES.items()}
+    if checked:
+        checks = import_module("kernels.checks").CHECKS
+        ops = {op: behind_check(function, checks[op]) for op, function in ops.items()}
+    return Ops(name, **ops)
+
+
+def behind_check(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """The op, called only with arguments that its check accepts."""
+
+    @wraps(function)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        check(*arguments, **options)
+        return function(*arguments, **options)
+
+    return checked
