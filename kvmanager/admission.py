@@ -31,7 +31,7 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
     read = request.submit.read_cache
     hits = tuple(group.lookup(pool, request.salt) if read else [] for group in request.groups)
     total = sum(-(-len(group.tokens) // pool.block_size) for group in request.groups)
-    unheld = {block for found in hits for block in found if pool.state[block] is CACHED}
+    unheld = {block for found in hits for block in found if pool.state[block] == CACHED}
     return Plan(hits, total - sum(map(len, hits)), len(unheld))
 
 
@@ -74,7 +74,7 @@ def postpone(pool: BlockPool, request: Request) -> None:
     Choices that have gone apart no longer share the prompt for sure (its blocks may have been evicted), so
     together they may need more than the whole pool, even though the request was small enough when it was new.
     """
-    each = -(-(len(request.prompt) + request.submit.sampling.max_tokens - 1) // pool.block_size)
+    each = -(-(request.max_length - 1) // pool.block_size)
     needed = 0
     for place, group in enumerate(request.groups):
         shared = len(group.tokens) // pool.block_size
@@ -88,11 +88,10 @@ def postpone(pool: BlockPool, request: Request) -> None:
 def pick_runner(state: State, request: Request) -> Runner | None:
     """The least loaded runner that has room for all choices and takes that many tokens."""
     num_choices = request.num_choices
-    length = len(request.prompt) + request.submit.sampling.max_tokens
     able = [
         runner
         for runner in state.runners
-        if runner.free_seats() >= num_choices and runner.hello.max_model_len >= length
+        if runner.free_seats() >= num_choices and runner.hello.max_model_len >= request.max_length
     ]
     return min(able, key=lambda runner: runner.seats, default=None)
 

@@ -5,11 +5,10 @@
      └─────────────────┴── QUARANTINED (a writer that may still live)
 
 Everything about a block is in parallel lists indexed by its id. Each change of state is one method here; it
-keeps the queues, the index, the ledger and the reference count in step, and notes the block in `changed`:
+keeps the queues, the index and the ledger in step, and notes the block in `changed`:
 its record must be written before any message that depends on it leaves.
 """
 
-from enum import IntEnum
 from typing import NamedTuple
 
 from kvmanager.free_queue import FreeQueue
@@ -22,23 +21,14 @@ NO_OWNER = bytes(8)
 NO_HASH = b""
 
 
-class BlockState(IntEnum):
-    """Where a block is in its life; the value is what its record says."""
-
-    FREE = 0
-    RESERVED = 1
-    SEALED = 2
-    CACHED = 3
-    QUARANTINED = 4
-
-
-FREE, RESERVED, SEALED, CACHED, QUARANTINED = BlockState
+FREE, RESERVED, SEALED, CACHED, QUARANTINED = range(5)
+STATE_NAMES = ("FREE", "RESERVED", "SEALED", "CACHED", "QUARANTINED")
 
 
 class BlockRecord(NamedTuple):
     """What `blocks.meta` keeps of a block. CACHED is SEALED here; the others have no hashes or tokens."""
 
-    state: BlockState
+    state: int
     generation: int
     owner_tag: bytes  # 8 bytes: who may write it while RESERVED
     block_hash: bytes
@@ -67,7 +57,6 @@ class BlockPool:
         "num_blocks",
         "owner_tag",
         "parent_hash",
-        "ref_count",
         "root",
         "salt",
         "sealed_at",
@@ -80,9 +69,8 @@ class BlockPool:
         self.layout = layout
         self.block_size = layout.block_size
         self.root = root_hash(layout)
-        self.state: list[BlockState] = [FREE] * num_blocks
+        self.state = [FREE] * num_blocks
         self.generation = [0] * num_blocks
-        self.ref_count = [0] * num_blocks
         self.owner_tag = [NO_OWNER] * num_blocks
         self.block_hash = [NO_HASH] * num_blocks
         self.parent_hash = [NO_HASH] * num_blocks
@@ -92,7 +80,7 @@ class BlockPool:
         self.free = FreeQueue(num_blocks)
         self.cached = FreeQueue(num_blocks)
         self.index = PrefixIndex()
-        self.ledger = Ledger()
+        self.ledger = Ledger(num_blocks)
         self.counts = [num_blocks, 0, 0, 0, 0]
         self.changed: set[int] = set()
         self.may_evict = True
@@ -113,20 +101,23 @@ class BlockPool:
         """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
         not be 0.
         """
-        if not len(self.free):
+        if len(self.free):
+            block = self.free.pop()
+        else:
             assert self.may_evict, "no block may be evicted now"
-            self._evict(self.cached.pop())
-        block = self.free.pop()
+            block = self.cached.pop()
+            self._forget_content(block)
+            self.evictions += 1
         self.generation[block] += 1
         self.owner_tag[block] = holder.owner_tag
         self._move(block, RESERVED)
-        self._add_holder(block, holder)
+        self.ledger.add(block, holder)
         self.changed.add(block)
         return block
 
     def seal(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
         """The block is full and never written again: from now on it is found. Returns its hash."""
-        assert self.state[block] is RESERVED
+        assert self.state[block] == RESERVED
         assert len(tokens) == self.block_size * TOKEN_BYTES
         digest = block_hash(parent_hash, tokens, salt)
         self.block_hash[block] = digest
@@ -148,11 +139,11 @@ class BlockPool:
 
     def hold(self, block: int, holder: Holder) -> None:
         """One more holder of a block that is in use or cached."""
-        if self.state[block] is CACHED:
+        if self.state[block] == CACHED:
             self.cached.remove(block)
             self._move(block, SEALED)
-        assert self.state[block] is not FREE, f"block {block} is free: grant it"
-        self._add_holder(block, holder)
+        assert self.state[block] != FREE, f"block {block} is free: grant it"
+        self.ledger.add(block, holder)
 
     def transfer(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds the block instead of `holder`; nothing else changes."""
@@ -160,11 +151,9 @@ class BlockPool:
 
     def release(self, block: int, holder: Holder) -> None:
         """`holder` no longer needs the block. After the last one it is cached if it is sealed, else free."""
-        self.ledger.remove(block, holder)
-        self.ref_count[block] -= 1
-        if self.ref_count[block] > 0:
+        if not self.ledger.remove(block, holder):
             return
-        if self.state[block] is SEALED:
+        if self.state[block] == SEALED:
             self._move(block, CACHED)
             self.cached.append(block)
         else:
@@ -175,13 +164,13 @@ class BlockPool:
 
     def quarantine(self, block: int) -> None:
         """Its writer was told to stop but may not have: it stays out of use until its holder releases it."""
-        assert self.state[block] is RESERVED
+        assert self.state[block] == RESERVED
         self._move(block, QUARANTINED)
 
     def restore(self, block: int, record: BlockRecord) -> None:
         """At start: take a sealed block over from its record as cached; it must still be new."""
-        assert self.state[block] is FREE
-        assert record.state is SEALED
+        assert self.state[block] == FREE
+        assert record.state == SEALED
         self.free.remove(block)
         self.block_hash[block] = record.block_hash
         self.parent_hash[block] = record.parent_hash
@@ -197,12 +186,12 @@ class BlockPool:
         self.free.remove(block)
         self.owner_tag[block] = holder.owner_tag
         self._move(block, QUARANTINED)
-        self._add_holder(block, holder)
+        self.ledger.add(block, holder)
 
     def record(self, block: int) -> BlockRecord:
         """What to write for this block; a QUARANTINED one is RESERVED to its writer."""
         state = self.state[block]
-        if state is SEALED or state is CACHED:
+        if state in (SEALED, CACHED):
             return BlockRecord(
                 SEALED,
                 self.generation[block],
@@ -213,7 +202,7 @@ class BlockPool:
                 self.tokens[block],
                 self.sealed_at[block],
             )
-        kept = FREE if state is FREE else RESERVED
+        kept = FREE if state == FREE else RESERVED
         return BlockRecord(
             kept, self.generation[block], self.owner_tag[block], NO_HASH, NO_HASH, NO_SALT, b"", 0.0
         )
@@ -222,20 +211,12 @@ class BlockPool:
         """Blocks by state."""
         return PoolStats(self.num_blocks, self.block_size, *self.counts)
 
-    def _evict(self, block: int) -> None:
+    def _forget_content(self, block: int) -> None:
         self.index.remove(self.block_hash[block], block)
         self.block_hash[block] = self.parent_hash[block] = NO_HASH
         self.tokens[block] = self.salt[block] = b""
-        self._move(block, FREE)
-        self.free.append(block)
-        self.changed.add(block)
-        self.evictions += 1
 
-    def _add_holder(self, block: int, holder: Holder) -> None:
-        self.ledger.add(block, holder)
-        self.ref_count[block] += 1
-
-    def _move(self, block: int, state: BlockState) -> None:
+    def _move(self, block: int, state: int) -> None:
         self.counts[self.state[block]] -= 1
         self.counts[state] += 1
         self.state[block] = state

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from kvmanager.block_pool import CACHED, FREE, QUARANTINED, RESERVED, SEALED, BlockPool
+from kvmanager.block_pool import CACHED, FREE, RESERVED, SEALED, STATE_NAMES, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Frontend
 from kvmanager.hashing import TOKEN_BYTES, block_hash
@@ -22,23 +22,24 @@ def _pool(state: State) -> Iterator[str]:
     if pool is None:
         return
     counted = Counter(pool.state)
-    for kind in (FREE, RESERVED, SEALED, CACHED, QUARANTINED):
+    for kind, name in enumerate(STATE_NAMES):
         if counted[kind] != pool.counts[kind]:
-            yield f"{counted[kind]} blocks are {kind.name} and {pool.counts[kind]} are counted"
+            yield f"{counted[kind]} blocks are {name} and {pool.counts[kind]} are counted"
     free, cached = set(pool.free), set(pool.cached)
-    held = dict(pool.ledger.items())
     for block in range(pool.num_blocks):
         kind = pool.state[block]
-        if (block in free) != (kind is FREE) or (block in cached) != (kind is CACHED):
-            yield f"block {block} is {kind.name} and in the wrong queue"
-        if pool.ref_count[block] != (holders := len(held.get(block, ()))):
-            yield f"block {block} counts {pool.ref_count[block]} references and {holders} holders"
-        if (pool.ref_count[block] == 0) != (kind in (FREE, CACHED)):
-            yield f"block {block} is {kind.name} with {pool.ref_count[block]} references"
+        if (block in free) != (kind == FREE) or (block in cached) != (kind == CACHED):
+            yield f"block {block} is {STATE_NAMES[kind]} and in the wrong queue"
+        if (pool.ledger.ref_count(block) == 0) != (kind in (FREE, CACHED)):
+            yield f"block {block} is {STATE_NAMES[kind]} with {pool.ledger.ref_count(block)} references"
     yield from _index(pool)
-    yield from _ledger(state, held)
+    yield from _ledger(state, pool)
     if pool.may_evict != (not state.survivors):
         yield f"may_evict is {pool.may_evict} with survivors {sorted(state.survivors)}"
+
+
+def name_of(pool: BlockPool, block: int) -> str:
+    return STATE_NAMES[pool.state[block]]
 
 
 def _index(pool: BlockPool) -> Iterator[str]:
@@ -46,16 +47,16 @@ def _index(pool: BlockPool) -> Iterator[str]:
     for block in range(pool.num_blocks):
         sealed = pool.state[block] in (SEALED, CACHED)
         if sealed != (block in indexed) or (sealed and indexed[block] != pool.block_hash[block]):
-            yield f"block {block} is {pool.state[block].name} and the index says otherwise"
+            yield f"block {block} is {name_of(pool, block)} and the index says otherwise"
         if not sealed and (pool.block_hash[block] or pool.tokens[block]):
-            yield f"block {block} is {pool.state[block].name} and has a hash or tokens"
+            yield f"block {block} is {name_of(pool, block)} and has a hash or tokens"
         if sealed:
             digest = block_hash(pool.parent_hash[block], pool.tokens[block], pool.salt[block])
             if digest != pool.block_hash[block] or len(pool.tokens[block]) != pool.block_size * TOKEN_BYTES:
                 yield f"block {block} has a hash that is not that of its content"
 
 
-def _ledger(state: State, held: dict[int, tuple[Holder, ...]]) -> Iterator[str]:
+def _ledger(state: State, pool: BlockPool) -> Iterator[str]:
     """The ledger says what tables, credits and quarantines say, and nobody else holds anything."""
     expected: dict[int, list[Holder]] = {}
     for runner in state.runners:
@@ -68,8 +69,8 @@ def _ledger(state: State, held: dict[int, tuple[Holder, ...]]) -> Iterator[str]:
     for quarantine in state.quarantines.values():
         for block in quarantine.blocks:
             expected.setdefault(block, []).append(quarantine)
-    for block in sorted(held.keys() | expected.keys()):
-        listed, wanted = held.get(block, ()), expected.get(block, [])
+    for block in range(pool.num_blocks):
+        listed, wanted = pool.ledger.holders(block), expected.get(block, [])
         if len(listed) != len(wanted) or set(listed) != set(wanted):
             names = [holder.describe() for holder in listed]
             yield f"block {block} is held by {names} and wanted by {[holder.describe() for holder in wanted]}"
@@ -99,15 +100,11 @@ def _sequence(state: State, sequence: Sequence) -> Iterator[str]:
     digest = pool.root
     for index, block in enumerate(sequence.table):
         if index >= sequence.num_sealed:
-            if pool.state[block] is not RESERVED:
-                yield f"{sequence.describe()} writes block {block}, which is {pool.state[block].name}"
+            if pool.state[block] != RESERVED:
+                yield f"{sequence.describe()} writes block {block}, which is {name_of(pool, block)}"
             continue
         packed = sequence.tokens[index * size : (index + 1) * size].tobytes()
-        if (
-            pool.state[block] is not SEALED
-            or pool.tokens[block] != packed
-            or pool.parent_hash[block] != digest
-        ):
+        if pool.state[block] != SEALED or pool.tokens[block] != packed or pool.parent_hash[block] != digest:
             yield f"{sequence.describe()} reads block {block}, which does not hold its tokens"
         digest = pool.block_hash[block]
     if sequence.last_hash != digest:

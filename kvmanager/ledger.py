@@ -1,7 +1,5 @@
 """Ledger: who holds which block, and so why it is not free."""
 
-from collections.abc import Iterator
-
 
 class Holder:
     """Someone who keeps blocks in use. `owner_tag` names in their records the process that writes them."""
@@ -17,42 +15,33 @@ class Holder:
 
 
 class Ledger:
-    """Block → its holders, each at most once."""
+    """Block → its holders, each at most once. Most blocks have one, so a tuple is all it takes."""
 
     __slots__ = ("_holders",)
 
-    def __init__(self) -> None:
-        self._holders: dict[int, set[Holder]] = {}
+    def __init__(self, num_blocks: int) -> None:
+        self._holders: list[tuple[Holder, ...]] = [()] * num_blocks
 
     def add(self, block: int, holder: Holder) -> None:
-        holders = self._holders.get(block)
-        if holders is None:
-            self._holders[block] = {holder}
-        else:
-            assert holder not in holders, f"{holder.describe()} already holds block {block}"
-            holders.add(holder)
+        holders = self._holders[block]
+        assert holder not in holders, f"{holder.describe()} already holds block {block}"
+        self._holders[block] = (*holders, holder)
 
-    def remove(self, block: int, holder: Holder) -> None:
-        holders = self._holders.get(block, set())
+    def remove(self, block: int, holder: Holder) -> bool:
+        """True if that was the last one."""
+        holders = self._holders[block]
         assert holder in holders, f"{holder.describe()} does not hold block {block}"
-        holders.remove(holder)
-        if not holders:
-            del self._holders[block]
+        left = () if len(holders) == 1 else tuple(other for other in holders if other is not holder)
+        self._holders[block] = left
+        return not left
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds `block` instead of `holder`."""
-        holders = self._holders[block]
-        assert successor not in holders, f"{successor.describe()} already holds block {block}"
-        holders.remove(holder)
-        holders.add(successor)
+        self.remove(block, holder)
+        self.add(block, successor)
 
     def holders(self, block: int) -> tuple[Holder, ...]:
-        return tuple(self._holders.get(block, ()))
+        return self._holders[block]
 
-    def holds(self, block: int, holder: Holder) -> bool:
-        return holder in self._holders.get(block, ())
-
-    def items(self) -> Iterator[tuple[int, tuple[Holder, ...]]]:
-        """Every held block with its holders, for audits."""
-        for block, holders in self._holders.items():
-            yield block, tuple(holders)
+    def ref_count(self, block: int) -> int:
+        return len(self._holders[block])

@@ -49,11 +49,10 @@ def unpack(data: bytes, block_size: int) -> BlockRecord | None:
     if _CHECKSUM.unpack_from(data)[0] != crc32(body):
         return None
     state, length, generation, owner, digest, parent, salt, sealed_at = _FIXED.unpack_from(body)
-    known = {int(kept): kept for kept in (FREE, RESERVED, SEALED)}
-    if state not in known or length > block_size:
+    if state not in (FREE, RESERVED, SEALED) or length > block_size:
         return None
     return BlockRecord(
-        known[state],
+        state,
         generation,
         owner,
         NO_HASH if digest == _ZEROS else digest,

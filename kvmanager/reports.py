@@ -92,13 +92,20 @@ class ReportCheck:
             )
         filled = sequence.table[before // size : computed // size]
         for block in filled:
-            if key in self._sharing or self._pool.ref_count[block] != 1:
+            if key in self._sharing or self._pool.ledger.ref_count(block) != 1:
                 raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
-        submit = self._runner.active[item.start_id].request.submit
-        if known > len(submit.prompt_token_ids) + submit.sampling.max_tokens:
+        if known > self._runner.active[item.start_id].request.max_length:
             raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
-        check_token_ids(item)
+        self._check_token_ids(item)
         self._notes[key] = (known, computed)
+
+    def _check_token_ids(self, item: Progress | Ended) -> None:
+        try:
+            token_array(item.new_token_ids)
+        except OverflowError:
+            raise InvalidReport(
+                f"{name(item)} has a token id that does not fit 32 bits without a sign"
+            ) from None
 
     def _fork(self, item: Forked) -> None:
         key = (item.start_id, item.choice)
@@ -130,13 +137,6 @@ class ReportCheck:
 
 def name(item: Progress | Ended | Copied | Taken) -> str:
     return f"sequence {item.choice} of start {item.start_id}"
-
-
-def check_token_ids(item: Progress | Ended) -> None:
-    try:
-        token_array(item.new_token_ids)
-    except OverflowError:
-        raise InvalidReport(f"{name(item)} has a token id that is negative or does not fit 32 bits") from None
 
 
 def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now: float) -> None:
@@ -179,7 +179,7 @@ def fork(runner: Runner, active: ActiveStart, item: Forked, pool: BlockPool) -> 
 def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockPool) -> None:
     block = item.block[0]
     shared = sequence.table[item.index]
-    assert pool.state[shared] is RESERVED
+    assert pool.state[shared] == RESERVED
     runner.credits.remove(block)
     pool.transfer(block, runner, sequence)
     sequence.table[item.index] = block

@@ -67,6 +67,7 @@ class Request:
         "frontend",
         "groups",
         "later",
+        "max_length",
         "order",
         "preemptions",
         "prompt",
@@ -80,6 +81,7 @@ class Request:
         self.submit = submit
         self.order = (submit.priority, submit.arrival, serial)
         self.prompt = token_array(submit.prompt_token_ids)
+        self.max_length = len(self.prompt) + submit.sampling.max_tokens  # tokens of a choice, prompt included
         self.salt = salt_digest(submit.cache_salt)
         self.state = RequestState.WAITING
         self.active: ActiveStart | None = None

@@ -26,15 +26,15 @@ def restore_pool(
     sealed: dict[int, BlockRecord] = {}
     for block, record in enumerate(records):
         pool.generation[block] = newest + 1 if record is None else record.generation
-        if record is not None and record.state is SEALED and is_content(pool, record):
+        if record is not None and record.state == SEALED and is_content(pool, record):
             sealed[block] = record
             continue
-        suspect = record is None or record.state is SEALED
+        suspect = record is None or record.state == SEALED
         tag = (
             owner_tag(DAMAGED)
             if suspect
             else record.owner_tag
-            if record and record.state is RESERVED
+            if record and record.state == RESERVED
             else b""
         )
         quarantine = by_tag.get(tag)

@@ -118,10 +118,10 @@ def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now:
     lost: dict[int, list[tuple[str, int]]] = {}
     sequences = [sequence for active in runner.active.values() for sequence in active.sequences.values()]
     for block in (*runner.credits, *(block for sequence in sequences for block in sequence.table)):
-        if quarantine is not None and not pool.ledger.holds(block, quarantine):
+        if quarantine is not None and quarantine not in pool.ledger.holders(block):
             pool.hold(block, quarantine)
             quarantine.blocks.append(block)
-            if pool.state[block] is RESERVED:
+            if pool.state[block] == RESERVED:
                 pool.quarantine(block)
     for block in runner.credits:
         pool.release(block, runner)
