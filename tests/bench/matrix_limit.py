@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpu_runner.model import Linear, resolve_dtype
+from gpu_runner.linear import Linear
+from gpu_runner.model import resolve_dtype
 from gpu_runner.model_config import ModelConfig
 from gpu_runner.weights import open_source
 

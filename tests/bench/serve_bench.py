@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -137,6 +138,7 @@ def main() -> None:
     given = parser.parse_args()
     model = str(model_source.resolve(given.model))
     settings = {"dtype": "auto", "pool_bytes": "1G", **dict(item.split("=", 1) for item in given.set)}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped, too
     say("-- starting the server")
     with Server(model=model, **settings) as server:
         if given.requests:
