@@ -29,7 +29,7 @@ class Frontend:
     def __init__(self, client_id: int, hello: FrontendHello) -> None:
         self.client_id = client_id
         self.hello = hello
-        self.touched = False  # has sent anything since its Hello
+        self.touched = False  # its process has sent something under this session
         self.requests: dict[str, Request] = {}
 
 
@@ -100,7 +100,7 @@ class Outbox:
 
 
 class Quarantine(Holder):
-    """Blocks that a process may still use although its session is over, until it says Hello or dies."""
+    """Blocks that a process may still use although its session is over, until it uses a new one or dies."""
 
     __slots__ = ("blocks", "lock")
 

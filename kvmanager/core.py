@@ -41,10 +41,10 @@ class Core:
     def attach(
         self, pool: BlockPool, quarantines: tuple[Quarantine, ...] = (), survivors: tuple[str, ...] = ()
     ) -> None:
-        """Use this pool. `survivors`: locks of processes that were there before this start and have not said
-        Hello.
+        """Use this pool. `survivors`: locks of processes that were there before this start.
 
-        Until they do, or die, they may read any block that only looks unused: nothing is evicted meanwhile.
+        Until they have used a session with this one, or die, they may read any block that only looks unused:
+        nothing is evicted meanwhile.
         """
         state = self.state
         assert state.pool is None
@@ -78,13 +78,14 @@ class Core:
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
+        if not client.touched:
+            sessions.confirm(self.state, client)
         if message is not None:
-            client.touched = True
             self._dispatch(now, client, message)
         return self._settle(now)
 
     def process_died(self, now: float, lock: str) -> Effects:
-        """The process that held `lock` is gone (or its Hello replaced it). Unknown ones are ignored."""
+        """The process that held `lock` is gone. Unknown ones are ignored."""
         sessions.gone(self.state, lock, now)
         return self._settle(now)
 

@@ -55,7 +55,8 @@ def welcome(state: State, hello: Hello, pool_directory: str, now: float) -> Welc
     """
     client = state.by_lock.get(hello.lock)
     if client is None or client.hello != hello or client.touched:
-        gone(state, hello.lock, now)
+        if client is not None:
+            supersede(state, client, now)
         state.last_client_id += 1
         client = register(state, hello, now)
     session = Session(state.boot_id, client.client_id, client.client_id)
@@ -74,13 +75,34 @@ def register(state: State, hello: Hello, now: float) -> Client:
     return client
 
 
+def supersede(state: State, client: Client, now: float) -> None:
+    """A Hello ends the session before it. It may have come late, past one that its sender (or the next
+    process of that name) still works under: blocks are taken back when the new session is used.
+    """
+    if isinstance(client, Runner):
+        end_runner(state, client, quarantine_of(state, client.hello.lock), now)
+    else:
+        end_frontend(state, client)
+
+
+def confirm(state: State, client: Client) -> None:
+    """The first message under a session: its process knows of it, and has dropped all it had before."""
+    client.touched = True
+    take_back(state, client.hello.lock)
+
+
 def gone(state: State, lock: str, now: float) -> None:
-    """The process with this lock has died, or has dropped all it had: take everything back."""
+    """The process with this lock has died: take everything back."""
     client = state.by_lock.get(lock)
     if isinstance(client, Runner):
         end_runner(state, client, None, now)
     elif client is not None:
         end_frontend(state, client)
+    take_back(state, lock)
+
+
+def take_back(state: State, lock: str) -> None:
+    """Nobody uses any more what the process with this lock had under earlier sessions."""
     state.survivors.discard(lock)
     if state.pool is not None:
         state.pool.may_evict = not state.survivors
@@ -103,9 +125,11 @@ def fence(state: State, runner: Runner, now: float) -> None:
     them.
     """
     state.send(runner, Fenced(state.boot_id))
-    quarantine = Quarantine(runner.hello.lock)
-    state.quarantines[runner.hello.lock] = quarantine
-    end_runner(state, runner, quarantine, now)
+    end_runner(state, runner, quarantine_of(state, runner.hello.lock), now)
+
+
+def quarantine_of(state: State, lock: str) -> Quarantine:
+    return state.quarantines.setdefault(lock, Quarantine(lock))
 
 
 def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now: float) -> None:

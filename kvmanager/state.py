@@ -53,7 +53,7 @@ class State:
         self.by_lock: dict[str, Client] = {}
         self.runners: list[Runner] = []
         self.quarantines: dict[str, Quarantine] = {}  # by lock
-        self.survivors: set[str] = set()  # locks of processes of an earlier start that have not said Hello
+        self.survivors: set[str] = set()  # locks of an earlier start's processes without a used session
         self.waiting = WaitingQueue()
         self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()
         self.counters = Counters()
