@@ -37,6 +37,9 @@ class Ledger:
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds `block` instead of `holder`."""
+        if self._holders[block] == (holder,):
+            self._holders[block] = (successor,)
+            return
         self.remove(block, holder)
         self.add(block, successor)
 

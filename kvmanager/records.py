@@ -40,7 +40,7 @@ def pack(record: BlockRecord, block_size: int) -> bytes:
         record.salt,
         record.sealed_at,
     ) + record.tokens.ljust(block_size * TOKEN_BYTES, b"\0")
-    return _CHECKSUM.pack(crc32(body)) + body
+    return crc32(body).to_bytes(_CHECKSUM.size, "little") + body
 
 
 def unpack(data: bytes, block_size: int) -> BlockRecord | None:
