@@ -1,0 +1,154 @@
+"""The pool's files: made in full or not at all, bound to a layout and a size, private to their owner."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmanager import pool_directory
+from kvmanager.errors import PagekeeperError
+from kvmanager.paths import default_pool_directory, lock_path, manager_endpoint, prepare, socket_endpoint
+from kvmanager.protocol import Layout
+from kvmanager.records import record_bytes
+from tests.kvmanager.fake_clients import LAYOUT
+
+SIZE = 10 * LAYOUT.block_bytes
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return str(prepare(str(tmp_path / "outer" / "pool")))
+
+
+def test_create_makes_private_files_of_the_right_size(directory: str) -> None:
+    assert pool_directory.create(directory, LAYOUT, SIZE + 3) == 10
+    root = Path(directory)
+    assert (root / "kv.bin").stat().st_size == SIZE
+    assert (root / "kv.bin").stat().st_blocks * 512 >= SIZE
+    assert (root / "blocks.meta").stat().st_size == 10 * record_bytes(LAYOUT.block_size)
+    for name in ("kv.bin", "blocks.meta", "layout.json"):
+        assert (root / name).stat().st_mode & 0o777 == 0o600
+    for path in (root, root / "locks", root / "sockets"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert pool_directory.read_layout(directory) == (LAYOUT, 10)
+    assert pool_directory.why_unusable(directory, SIZE) == ""
+
+
+def test_blocks_are_mapped_shared(directory: str) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    one, two = (pool_directory.map_blocks(directory, LAYOUT, 10) for _ in range(2))
+    one[5] = 7
+    assert (two[5], len(two)) == (7, SIZE)
+    with pytest.raises(PagekeeperError, match="announced"):
+        pool_directory.map_blocks(directory, LAYOUT, 11)
+
+
+def test_an_empty_directory_has_no_pool(directory: str) -> None:
+    assert "layout.json" in pool_directory.why_unusable(directory, SIZE)
+    assert not pool_directory.remove(directory)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "no json",
+        '{"format":1,"num_blocks":10,"layout":{}}',
+        '{"format":1,"num_blocks":10,"layout":{"model":1}}',
+    ],
+)
+def test_a_damaged_layout_is_no_pool(directory: str, text: str) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    (Path(directory) / "layout.json").write_text(text)
+    assert pool_directory.read_layout(directory) is None
+    assert pool_directory.remove(directory)
+
+
+def test_a_layout_of_wrong_types_or_another_format_is_no_pool(directory: str) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    path = Path(directory) / "layout.json"
+    good = path.read_text()
+    path.write_text(good.replace('"block_size":4', '"block_size":"4"'))
+    assert pool_directory.read_layout(directory) is None
+    path.write_text(good.replace('"format":1', '"format":2'))
+    assert pool_directory.read_layout(directory) is None
+
+
+def test_another_size_is_unusable(directory: str) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    reason = pool_directory.why_unusable(directory, 2 * SIZE)
+    assert "10 blocks" in reason
+    assert "asks for 20" in reason
+
+
+@pytest.mark.parametrize("name", ["kv.bin", "blocks.meta"])
+def test_a_cut_or_missing_file_is_unusable(directory: str, name: str) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    path = Path(directory) / name
+    os.truncate(path, path.stat().st_size - 1)
+    assert name in pool_directory.why_unusable(directory, SIZE)
+    path.unlink()
+    assert f"{name} has 0 bytes" in pool_directory.why_unusable(directory, SIZE)
+
+
+def test_a_pool_of_less_than_one_block_is_refused(directory: str) -> None:
+    with pytest.raises(PagekeeperError, match="pool_bytes=5 is less than one block"):
+        pool_directory.create(directory, LAYOUT, 5)
+
+
+def test_too_little_space_names_the_bytes_and_the_setting(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pool_directory.create(directory, LAYOUT, SIZE)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(PagekeeperError) as caught:
+        pool_directory.create(directory, LAYOUT, SIZE)
+    wanted = SIZE + 10 * record_bytes(LAYOUT.block_size)
+    for words in (str(wanted), "bytes are free", f"pool_bytes (now {SIZE})"):
+        assert words in caught.value.message
+    assert sorted(path.name for path in Path(directory).iterdir()) == ["locks", "sockets"]
+
+
+def test_a_mapped_pool_outlives_its_replacement(directory: str) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    old = pool_directory.map_blocks(directory, LAYOUT, 10)
+    pool_directory.create(directory, Layout("other", "float32", 4, 1, 1, 2), SIZE // 2)
+    old[SIZE - 1] = 1
+    assert (Path(directory) / "kv.bin").read_bytes() == bytes(SIZE // 2)
+
+
+def test_a_directory_that_others_may_enter_is_refused(directory: str) -> None:
+    Path(directory).chmod(0o750)
+    with pytest.raises(PagekeeperError, match=r"mode 750.*chmod 700"):
+        prepare(directory)
+
+
+def test_a_directory_of_someone_else_is_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    with pytest.raises(PagekeeperError, match=r"belongs to user .* not to 4242"):
+        prepare(directory)
+
+
+def test_a_directory_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PagekeeperError, match="cannot create the pool directory"):
+        prepare(str(tmp_path / "file" / "pool"))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "x" * 129])
+def test_lock_names_are_plain(name: str) -> None:
+    with pytest.raises(PagekeeperError, match="plain file name"):
+        lock_path("/pool", name)
+
+
+def test_endpoints_lie_in_the_directory_and_fit_the_kernel() -> None:
+    assert manager_endpoint("/pool") == "ipc:///pool/sockets/manager.sock"
+    assert default_pool_directory() == f"/dev/shm/pagekeeper-{os.getuid()}/default"
+    with pytest.raises(PagekeeperError, match="shorter pool_directory"):
+        socket_endpoint("/" + "x" * 100, "manager")
