@@ -109,7 +109,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.world.finish()
 
 
-CoreMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+CoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestCoreMachine = CoreMachine.TestCase
 
 
