@@ -1,0 +1,73 @@
+"""A session ends with the connection by which its Hello came: nobody knows what was lost on the way."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvmanager import server as server_module
+from kvmanager.config import ManagerConfig
+from kvmanager.liveness import HeldLock
+from kvmanager.paths import lock_path, manager_endpoint
+from kvmanager.protocol import (
+    PROTOCOL_VERSION,
+    Fenced,
+    FrontendHello,
+    Stats,
+    StatsQuery,
+    Welcome,
+    decode_to_frontend,
+    encode,
+)
+
+WAIT = 5000  # milliseconds
+
+
+class AlwaysHeld:
+    """A process cannot see its own locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def held(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.path = Path()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[server_module.Server]:
+    monkeypatch.setattr(server_module, "WatchedLock", AlwaysHeld)
+    server = server_module.Server(ManagerConfig(pool_directory=str(tmp_path)))
+    lock = HeldLock(lock_path(str(tmp_path), "frontend"))
+    yield server
+    lock.release()
+    server.close()
+
+
+def ask(server: server_module.Server, client: "zmq.Socket[bytes]", session: bytes, message: Any) -> Any:
+    client.send_multipart([session, encode(message)])
+    assert server._socket.poll(WAIT)
+    server._receive()
+    assert client.poll(WAIT)
+    return decode_to_frontend(client.recv_multipart()[1])
+
+
+def test_a_session_by_another_connection_is_fenced(server: server_module.Server, tmp_path: Path) -> None:
+    hello = FrontendHello(PROTOCOL_VERSION, "frontend", "frontend", "ipc://tokens")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as first, context.socket(zmq.DEALER) as second:
+        for client in (first, second):
+            client.setsockopt(zmq.LINGER, 0)
+            client.connect(manager_endpoint(str(tmp_path)))
+        welcome = ask(server, first, b"", hello)
+        assert isinstance(welcome, Welcome)
+        session = encode(welcome.session)
+        assert isinstance(ask(server, first, session, StatsQuery(1)), Stats)
+        assert isinstance(ask(server, second, session, StatsQuery(2)), Fenced)
+        again = ask(server, second, b"", hello)
+        assert isinstance(again, Welcome)
+        assert again.session != welcome.session
+        assert isinstance(ask(server, second, encode(again.session), StatsQuery(3)), Stats)
