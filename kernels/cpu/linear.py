@@ -1,13 +1,13 @@
-"""linear on CPUs: y = x · weightᵀ, the weight in panels of 32 outputs, sums in registers.
+"""linear on CPUs: y = x · weightᵀ, the weight in panels of 32 outputs, the sums in registers.
 
-    packed[panel, k, 0:32] = weight[32 · panel : 32 · panel + 32, k]        (the last panel is filled up with zeros)
+    packed[panel, k, 0:32] = weight[32 · panel : 32 · panel + 32, k]    (the last one is filled with zeros)
 
     for each panel (over threads), for each 12 rows of x:
-        sums[12][2 vectors of 16] += x[row, k] · packed[panel, k, :]        for all k
+        sums[12][2 vectors of 16] += x[row, k] · packed[panel, k, :]      for all k
 
-The weight is read in one stream and turned to float32 in registers, x is float32. So bfloat16 and float16 weights
-cost the memory of 2 bytes and compute at float32's rate, whether or not the CPU has instructions for them. (Of x,
-12 rows of scalars are broadcast: 24 sums, 2 operands and a factor fit AVX-512's 32 registers.)
+The weight is read in one stream and turned to float32 in registers; x is float32. So 16-bit weights cost
+the memory of 16 bits and compute at float32's rate, with or without instructions for them. 12 rows are 24
+sums: with 2 operands and a factor they fit AVX-512's 32 registers. A row's sums depend on no other row.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,25 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from torch import Tensor
 
+from kernels.cpu.exponential import emit_math
 from kernels.cpu.jit import GOMP_PARALLEL, cgutils, jit, literal_intrinsic, next_item, parallel, share_out
-from kernels.cpu.memory import BITS, FLOAT, KINDS, LANES, SIZES, Kind, emit_load, emit_store, size_of
-from kernels.cpu.tile import INT64, VECTOR, emit_broadcast, emit_fma
+from kernels.cpu.memory import (
+    BITS,
+    FLOAT,
+    KINDS,
+    LANES,
+    SIZES,
+    Kind,
+    emit_broadcast,
+    emit_load,
+    emit_store,
+    lanes,
+    size_of,
+)
 from kernels.cpu.workspace import WORKSPACE
 
+INT64 = ir.IntType(64)
+VECTOR = lanes(FLOAT, LANES)
 VECTORS = 2
 WIDTH = VECTORS * LANES  # outputs of a panel
 
@@ -128,7 +142,7 @@ def panel_product(
     out: Any,
     out_stride: Any,
 ) -> Any:
-    """out[0:rows, 0:32] = x[0:rows, 0:depth] @ weight[0:depth, 0:32]; `rows` is a literal, strides are bytes."""
+    """out[0:rows, 0:32] = x[0:rows, 0:depth] @ weight[0:depth, 0:32]; `rows` a literal, strides bytes."""
     if not isinstance(rows, types.IntegerLiteral):
         raise RequireLiteralValue("rows is a literal")
     cells = [(row, vector) for row in range(rows.literal_value) for vector in range(VECTORS)]
@@ -146,14 +160,18 @@ def panel_product(
         with cgutils.for_range(builder, depth) as loop:
             start = builder.mul(loop.index, INT64(WIDTH))
             operands = [
-                emit_load(builder, kind, builder.gep(panel, [builder.add(start, INT64(LANES * vector))]), LANES)
+                emit_load(
+                    builder, kind, builder.gep(panel, [builder.add(start, INT64(LANES * vector))]), LANES
+                )
                 for vector in range(VECTORS)
             ]
             for row in range(rows.literal_value):
                 factor = emit_broadcast(builder, builder.load(builder.gep(x_rows[row], [loop.index])))
                 for vector in range(VECTORS):
                     total = sums[row, vector]
-                    builder.store(emit_fma(builder, factor, operands[vector], builder.load(total)), total)
+                    builder.store(
+                        emit_math(builder, "fma", factor, operands[vector], builder.load(total)), total
+                    )
         for row, vector in cells:
             place = builder.add(out, builder.mul(out_stride, INT64(row)))
             place = builder.add(place, INT64(LANES * vector * SIZES[out_kind]))

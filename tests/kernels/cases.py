@@ -7,8 +7,8 @@ from torch import Tensor
 
 # Relative norm ‖got − expected‖ / ‖expected‖. Both sides accumulate in float32 and round once to the output's
 # dtype; they differ in the order of sums, which that rounding hides but for values near a tie. float32: about
-# 40 units in the last place, for sums of a thousand terms. Others: half a unit in the last place, the most that
-# rounding to the other neighbour could make. A mistake in the mathematics is orders of magnitude above.
+# 40 units in the last place, for sums of a thousand terms. Others: half a unit in the last place, the most
+# that rounding to the other neighbour could make. A mistake in the mathematics is orders of magnitude above.
 BOUNDS = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
