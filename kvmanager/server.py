@@ -51,7 +51,7 @@ class Peer:
     def __init__(self, client_id: int, frame: bytes, identity: bytes) -> None:
         self.client_id = client_id
         self.frame = frame  # the session, as it is on the wire
-        self.identity = identity  # of the connection that it last came by
+        self.identity = identity  # of the connection by which its Hello came
 
 
 class Server:
@@ -164,7 +164,8 @@ class Server:
             return
         identity, session, body = frames
         peer = self._by_frame.get(session)
-        if session and peer is None:
+        if session and (peer is None or peer.identity != identity):
+            # An unknown session, or one whose connection broke: what was on its way there is lost.
             self._send(identity, session, Fenced(self._boot_id))
             return
         try:
@@ -178,7 +179,6 @@ class Server:
             else:
                 self._core.count_dropped()
             return
-        peer.identity = identity
         self._carry_out(self._core.handle(time.monotonic(), peer.client_id, message))
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
