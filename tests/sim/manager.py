@@ -69,7 +69,7 @@ class Manager:
         self.core.on_fault = self.faults.append
         self.fuse: int | None = None
         self.tear = False  # whether the record at the fuse's end is half written
-        self.touched: set[int] = set()  # blocks whose record was written since the last look at it
+        self.touched: set[int] = set()  # blocks whose record has changed since the last look at it
         self._peers: dict[int, Peer] = {}
         self._by_frame: dict[bytes, Peer] = {}
         self._watched: dict[str, LockFile] = {}
@@ -92,7 +92,9 @@ class Manager:
         """One message: a Hello, one under a session that holds, or one that is fenced or dropped."""
         session, body = frames
         peer = self._by_frame.get(session)
-        if session and peer is None:
+        if session and (
+            peer is None or (peer.connection, peer.identity) != (connection, connection.identity)
+        ):
             self._send(connection, connection.identity, session, Fenced(self.core.state.boot_id))
             return
         try:
@@ -106,7 +108,6 @@ class Manager:
             else:
                 self.core.count_dropped()
             return
-        peer.connection, peer.identity = connection, connection.identity
         self.trace("manager", "gets", (peer.client_id, message))
         self._carry_out(self.core.handle(now, peer.client_id, message))
 
@@ -118,6 +119,7 @@ class Manager:
         self._carry_out(self.core.tick(now))
 
     def _hello(self, now: float, connection: Connection, hello: Hello) -> None:
+        self.trace("manager", "gets", hello)
         answer = self._answer(now, hello)
         if isinstance(answer, Welcome):
             client_id = answer.session.client_id
@@ -146,6 +148,7 @@ class Manager:
 
     def _carry_out(self, effects: Effects) -> None:
         pool = self.core.state.pool
+        self.touched |= effects.records
         for block in effects.records:
             assert pool is not None
             record = pack(pool.record(block), BLOCK_SIZE)
@@ -153,7 +156,6 @@ class Manager:
                 self.disk.records[block] = record[:20] + self.disk.records[block][20:]
             self._burn()
             self.disk.records[block] = record
-        self.touched |= effects.records
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)
             if peer is not None:

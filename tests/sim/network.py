@@ -22,11 +22,14 @@ class Connection:
         self.identity = 0  # as the manager's socket sees it; another after each break
         self.client_lives = True
 
-    def client_killed(self, random: Random) -> None:
-        """The last messages may not have left; nobody reads what comes back."""
+    def client_killed(self, random: Random, manager_lives: bool) -> None:
+        """The last messages may not have left (without a manager none has); nobody reads what comes back."""
         self.client_lives = False
         self.down.clear()
-        _keep_first(self.up, random)
+        if manager_lives:
+            _keep_first(self.up, random)
+        else:
+            self.up.clear()
 
     def manager_killed(self, random: Random) -> None:
         """Some messages had arrived there and are lost; those that had not wait for the next manager."""

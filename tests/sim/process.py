@@ -33,6 +33,7 @@ class Process:
 
     def say_hello(self) -> None:
         self._hello_at = self.world.now
+        self.world.trace(self.name, "says Hello", "")
         self.connection.up.append(self.session.hello_frames(self.world.now))
 
     def repeat_hello(self) -> None:
@@ -60,7 +61,7 @@ class Process:
         """SIGKILL."""
         self.alive = False
         self.lock.held = False
-        self.connection.client_killed(self.world.random)
+        self.connection.client_killed(self.world.random, self.world.manager is not None)
 
     def exited(self) -> None:
         """As `close` does: what waits for the manager is dropped, the lock file is removed."""

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from random import Random
 from typing import Any, Final
 
-from kvmanager.block_pool import QUARANTINED, RESERVED, SEALED
+from kvmanager.block_pool import FREE, QUARANTINED, RESERVED, SEALED
 from kvmanager.clients import owner_tag
 from kvmanager.hashing import salt_digest, token_array
 from kvmanager.invariants import audit
@@ -27,7 +27,15 @@ from tests.sim.workload import Workload, shape
 TICK: Final = 0.05  # seconds, of the manager
 MEAN_TURN: Final = 0.001  # seconds
 MANAGER_SHARE: Final = 0.4  # of all turns
-FAULTS: Final = (*("manager",) * 4, *("runner",) * 3, *("frontend",) * 2, *("stall",) * 2, "report", "drain")
+FAULTS: Final = (
+    *("manager",) * 4,
+    *("runner",) * 3,
+    *("frontend",) * 2,
+    *("stall",) * 2,
+    "report",
+    "drain",
+    *("break",) * 2,
+)
 STALLS: Final = (0.01, 0.01, 0.05, 0.05, 0.2, 1.5)  # seconds; the last is longer than a runner is waited for
 SUBMIT_RATE: Final = 0.2  # per turn, while fewer requests live than may
 REMEMBERED: Final = 400  # events that a failure prints
@@ -165,6 +173,8 @@ class World:
                 self._light_the_fuse()
             case "stall":
                 self._stall()
+            case "break":
+                self._break(self.random.choice(self.processes))
             case "frontend":
                 self._kill(self.random.choice(self.frontends))
             case kind if self.runners:
@@ -192,6 +202,7 @@ class World:
         self.trace("manager", "is killed", "")
         self.statistics["manager kills"] += 1
         self._count_counters(manager)
+        self._check_contents(manager)
         self.manager = None
         self.manager_from = self.now + self.random.choice((0.0, 0.01, 0.05, 0.3))
         for connection in list(self.connections):
@@ -240,6 +251,13 @@ class World:
             self.processes[who].stalled_until = until
             self.trace(self.processes[who].name, "is stopped until", until)
 
+    def _break(self, process: Process) -> None:
+        if self.manager is not None:
+            self.trace(process.name, "loses its connection", "")
+            self.statistics["breaks"] += 1
+            self.losses += 1
+            process.connection.broken(self.random)
+
     def _name(self, kind: str) -> str:
         self._names += 1
         return f"{kind}-{self._names}"
@@ -263,7 +281,7 @@ class World:
         if pool is not None:
             state, tag = pool.state[block], pool.owner_tag[block]
             ours = state in (RESERVED, QUARANTINED) and tag in (runner.tag, DAMAGED_TAG)
-            assert ours, f"{runner.name} writes block {block}, which is {state.name}, not its own"
+            assert ours, f"{runner.name} writes block {block}, which is state {state}, not its own"
             return
         record = unpack(self.disk.records[block], BLOCK_SIZE)
         assert record is None or (record.state is RESERVED and record.owner_tag == runner.tag), (
@@ -293,18 +311,21 @@ class World:
     def _check(self) -> None:
         """After each event at the manager: what it has sealed is there; and, now and then, everything."""
         manager = self.manager
-        pool = manager.core.state.pool if manager else None
-        if manager is None or pool is None:
+        if manager is None or manager.core.state.pool is None:
             return
-        if manager.touched:
-            self.contents.check(pool, manager.touched)
-            manager.touched = set()
+        self._check_contents(manager)
         self._unaudited += 1
         if self._unaudited >= self.audit_every:
             self._unaudited = 0
             self.statistics["audits"] += 1
             violated = audit(manager.core.state)
             assert not violated, violated
+
+    def _check_contents(self, manager: Manager) -> None:
+        pool = manager.core.state.pool
+        if pool is not None and manager.touched:
+            self.contents.check(pool, manager.touched)
+            manager.touched = set()
 
     # --- the end --------------------------------------------------------------------------------------------
 
@@ -328,9 +349,9 @@ class World:
         self.contents.check(pool, set(range(pool.num_blocks)))
         assert len(pool.free) + len(pool.cached) == pool.num_blocks, pool.statistics()
         for block, record in enumerate(self.disk.records):
-            assert unpack(record, BLOCK_SIZE) == pool.record(block), (
-                f"the record of block {block} is not up to date"
-            )
+            kept, want = unpack(record, BLOCK_SIZE), pool.record(block)
+            ownerless = kept is not None and kept.state == RESERVED and want.state == FREE
+            assert kept == want or (ownerless and kept.generation == want.generation), (block, kept, want)
 
     def _quiet(self) -> bool:
         if self.manager is None or self._births or self.manager.core.state.survivors:
