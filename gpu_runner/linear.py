@@ -1,8 +1,8 @@
-"""The matrix products of the model.
+"""The matrix products of the model: torch's, or those of kernels/cpu/linear.py where they are faster.
 
-Widening: on processors whose bfloat16 instructions run at no more than float32's rate, torch's bfloat16
-product of many rows takes up to twice the time of its float32 one. There, a product of many rows turns its
-weight to float32 first (a temporary of one matrix): faster, and no less exact. Whether it pays is measured.
+On CPUs whose bfloat16 instructions are no faster than float32's, torch's 16-bit products take up to twice the
+time of ours, which compute in float32 from 16-bit weights. With matrix units (AMX), torch's are far faster.
+Which holds is measured, once per process and dtype; then the weights are kept in that form only.
 """
 
 import time
@@ -12,38 +12,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WIDEN_ROWS = 128  # below this, converting a weight costs more than a faster product gains
+from kernels.cpu import linear as cpu
+
+TRIAL_ROWS, TRIAL_SIZE = 32, 768  # a decode step's rows, a small model's width
+TRIALS = 7
 
 
 class Linear:
     """y = x · weightᵀ (+ bias); weight `[out, in]`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
+        self.weight = weight  # the packed form after `prepare`, if that is faster
         self.bias = bias
-        self._widen = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and widening_pays()
+        self.outputs = weight.shape[0]
+        self.is_packed = False
+
+    def prepare(self) -> None:
+        """Bring the weight, now that it holds its values, into the form that is multiplied fastest."""
+        if (
+            self.weight.device.type == "cpu"
+            and self.weight.dtype.itemsize == 2
+            and packing_pays(self.weight.dtype)
+        ):
+            self.weight = cpu.pack(self.weight)
+            self.is_packed = True
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[rows, in]` → `[rows, out]`, in x's dtype."""
-        if self._widen and x.shape[0] >= WIDEN_ROWS:
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
-        return F.linear(x, self.weight, self.bias)
+        if not self.is_packed:
+            return F.linear(x, self.weight, self.bias)
+        y = cpu.linear(x, self.weight, self.outputs)
+        return y if self.bias is None else y.add_(self.bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the weight, `[count, in]`: a tied embedding is read through its output matrix."""
+        if not self.is_packed:
+            return F.embedding(indices, self.weight)
+        return self.weight[indices // cpu.WIDTH, :, indices % cpu.WIDTH]
 
 
 @cache
-def widening_pays() -> bool:
-    """Whether a product of many rows is faster in float32, conversion included; measured once, in 50 ms."""
-    x, weight = (
-        torch.zeros(2 * WIDEN_ROWS, 768, dtype=torch.bfloat16),
-        torch.zeros(768, 768, dtype=torch.bfloat16),
-    )
-    narrow, wide = [], []
-    for _ in range(5):
+def packing_pays(dtype: torch.dtype) -> bool:
+    """Whether our product of a decode step's rows is faster than torch's here; measured in milliseconds."""
+    x = torch.ones(TRIAL_ROWS, TRIAL_SIZE, dtype=dtype)
+    weight = torch.ones(TRIAL_SIZE, TRIAL_SIZE, dtype=dtype)
+    packed = cpu.pack(weight)
+    theirs, ours = [], []
+    for _ in range(TRIALS):
         began = time.perf_counter()
         F.linear(x, weight)
         middle = time.perf_counter()
-        F.linear(x.float(), weight.float()).to(x.dtype)
-        narrow.append(middle - began)
-        wide.append(time.perf_counter() - middle)
-    return min(wide) < 0.9 * min(narrow)
+        cpu.linear(x, packed, TRIAL_SIZE)
+        theirs.append(middle - began)
+        ours.append(time.perf_counter() - middle)
+    return min(ours) < 0.9 * min(theirs)

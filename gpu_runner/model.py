@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_runner.attention import AttentionInput, attend
@@ -76,19 +75,26 @@ class Model:
         self.device = device
         self.cos_sin = rotary_table(config, source.rope_factors).to(device)
         hidden = config.hidden_size
-        self.embedding = weights.matrix({"model.embed_tokens.weight": config.vocab_size}, hidden)
+        self.embedding = Linear(weights.matrix({"model.embed_tokens.weight": config.vocab_size}, hidden))
         self.layers = [_layer(weights, config, index) for index in range(config.num_layers)]
         self.norm = weights.vector({"model.norm.weight": hidden})
         if config.tie_word_embeddings:
-            self.lm_head = Linear(self.embedding)
+            self.lm_head = self.embedding
         else:
             self.lm_head = Linear(weights.matrix({"lm_head.weight": config.vocab_size}, hidden))
+
+    def prepare(self) -> None:
+        """Bring the weights, now that they hold values, into the form that is multiplied fastest."""
+        self.lm_head.prepare()
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                linear.prepare()
 
     def forward(self, batch: Batch, pool: Tensor, ops: Ops) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` after the last norm; keys and values go into `pool`."""
         eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
         inputs = AttentionInput(batch, pool, self.cos_sin, scale, ops)
-        residual = F.embedding(batch.token_ids, self.embedding)
+        residual = self.embedding.rows(batch.token_ids)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             if index:
@@ -169,5 +175,6 @@ def load_model(
         weights = Weights(source, chosen, device)
         model = Model(weights, chosen, device)
         weights.fill(progress, threads=len(os.sched_getaffinity(0)))
+        model.prepare()
         model.fingerprint = digest.result()
     return model

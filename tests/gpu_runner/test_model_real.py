@@ -59,7 +59,7 @@ def theirs() -> Any:
 
 def test_weights_are_those_that_transformers_reads(ours: Model, theirs: Any) -> None:
     state = theirs.state_dict()
-    assert torch.equal(ours.embedding, state["model.embed_tokens.weight"])
+    assert torch.equal(ours.embedding.weight, state["model.embed_tokens.weight"])
     for index, layer in enumerate(ours.layers):
         names = [f"model.layers.{index}.self_attn.{name}_proj.weight" for name in "qkv"]
         assert torch.equal(layer.qkv.weight, torch.cat([state[name] for name in names]))
