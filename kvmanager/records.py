@@ -13,6 +13,7 @@ A write is one copy into the page cache, so it survives the process's death; a t
 import mmap
 import os
 import struct
+from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
@@ -21,6 +22,7 @@ from kvmanager.hashing import HASH_BYTES, NO_SALT, TOKEN_BYTES
 
 _CHECKSUM = struct.Struct("<I")
 _FIXED = struct.Struct("<BxHQ8s32s32s32sd")
+_body = lru_cache(lambda block_size: struct.Struct(f"{_FIXED.format}{block_size * TOKEN_BYTES}s"))
 _ZEROS = bytes(HASH_BYTES)
 
 
@@ -30,7 +32,7 @@ def record_bytes(block_size: int) -> int:
 
 
 def pack(record: BlockRecord, block_size: int) -> bytes:
-    body = _FIXED.pack(
+    body = _body(block_size).pack(
         record.state,
         len(record.tokens) // TOKEN_BYTES,
         record.generation,
@@ -39,7 +41,8 @@ def pack(record: BlockRecord, block_size: int) -> bytes:
         record.parent_hash,
         record.salt,
         record.sealed_at,
-    ) + record.tokens.ljust(block_size * TOKEN_BYTES, b"\0")
+        record.tokens,
+    )
     return crc32(body).to_bytes(_CHECKSUM.size, "little") + body
 
 

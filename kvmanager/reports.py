@@ -7,7 +7,6 @@ notes of its own; what it lets through, the second half applies without looking 
 from kvmanager.block_pool import RESERVED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Runner
-from kvmanager.hashing import token_array
 from kvmanager.protocol import (
     MAX_CHOICES,
     BlockRef,
@@ -23,6 +22,7 @@ from kvmanager.requests import ActiveStart, RequestState
 from kvmanager.state import State
 
 MAX_CREDITS_WANTED = 1 << 20
+MAX_TOKEN_ID = (1 << 32) - 1
 
 Key = tuple[int, int]
 """(start_id, choice)."""
@@ -59,10 +59,9 @@ class ReportCheck:
             self._copy(copied)
         for taken in report.taken:
             self._find((taken.start_id, taken.choice))
-            for ref in taken.blocks:
-                self._spend(ref)
-        for ref in report.returned:
-            self._spend(ref)
+            self._spend(taken.blocks)
+        if report.returned:
+            self._spend(report.returned)
         if not 0 <= report.credits_wanted <= MAX_CREDITS_WANTED:
             raise InvalidReport(f"credits_wanted is {report.credits_wanted}")
 
@@ -82,7 +81,8 @@ class ReportCheck:
         key = (item.start_id, item.choice)
         sequence = self._find(key)
         known, before = self._so_far(key, sequence)
-        known += len(item.new_token_ids)
+        new = item.new_token_ids
+        known += len(new)
         computed = item.num_computed_tokens
         size = self._pool.block_size
         if not before <= computed <= min(known, len(sequence.table) * size):
@@ -96,16 +96,9 @@ class ReportCheck:
                 raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
         if known > self._runner.active[item.start_id].request.max_length:
             raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
-        self._check_token_ids(item)
+        if new and not 0 <= min(new) <= max(new) <= MAX_TOKEN_ID:
+            raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}")
         self._notes[key] = (known, computed)
-
-    def _check_token_ids(self, item: Progress | Ended) -> None:
-        try:
-            token_array(item.new_token_ids)
-        except OverflowError:
-            raise InvalidReport(
-                f"{name(item)} has a token id that does not fit 32 bits without a sign"
-            ) from None
 
     def _fork(self, item: Forked) -> None:
         key = (item.start_id, item.choice)
@@ -125,14 +118,16 @@ class ReportCheck:
         sealed = self._so_far(key, sequence)[1] // self._pool.block_size
         if not sealed <= item.index < len(sequence.table):
             raise InvalidReport(f"{name(item)} cannot replace entry {item.index} of its table")
-        self._spend(item.block)
+        self._spend((item.block,))
 
-    def _spend(self, ref: BlockRef) -> None:
-        block, generation = ref
-        credit = block in self._runner.credits and self._pool.generation[block] == generation
-        if not credit or block in self._spent:
-            raise InvalidReport(f"block {block} of generation {generation} is not a credit of this runner")
-        self._spent.add(block)
+    def _spend(self, blocks: tuple[BlockRef, ...]) -> None:
+        credits, generations, spent = self._runner.credits, self._pool.generation, self._spent
+        for block, generation in blocks:
+            if block not in credits or generations[block] != generation or block in spent:
+                raise InvalidReport(
+                    f"block {block} of generation {generation} is not a credit of this runner"
+                )
+            spent.add(block)
 
 
 def name(item: Progress | Ended | Copied | Taken) -> str:
