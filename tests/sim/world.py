@@ -48,7 +48,7 @@ class World:
 
     def __init__(self, seed: int, audit_every: int = 1, verbose: bool = False) -> None:
         self.random = Random(seed)
-        self.shape = shape(self.random)
+        self.shape = shape(seed, self.random)
         self.audit_every = audit_every
         self.verbose = verbose
         self.now = 100.0
