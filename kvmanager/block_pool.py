@@ -92,7 +92,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that can be granted now."""
-        return len(self.free) + (len(self.cached) if self.may_evict else 0)
+        return self.counts[FREE] + (self.counts[CACHED] if self.may_evict else 0)
 
     def ref(self, block: int) -> BlockRef:
         return (block, self.generation[block])
@@ -101,7 +101,7 @@ class BlockPool:
         """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
         not be 0.
         """
-        if len(self.free):
+        if self.counts[FREE]:
             block = self.free.pop()
         else:
             assert self.may_evict, "no block may be evicted now"
@@ -217,6 +217,7 @@ class BlockPool:
         self.tokens[block] = self.salt[block] = b""
 
     def _move(self, block: int, state: int) -> None:
-        self.counts[self.state[block]] -= 1
-        self.counts[state] += 1
+        counts = self.counts
+        counts[self.state[block]] -= 1
+        counts[state] += 1
         self.state[block] = state

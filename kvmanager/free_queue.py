@@ -55,7 +55,12 @@ class FreeQueue:
 
     def pop(self) -> int:
         """Take out the first; the queue must not be empty."""
-        block = self._next[self._head]
-        assert block != self._head, "the queue is empty"
-        self.remove(block)
+        head = self._head
+        block = self._next[head]
+        assert block != head, "the queue is empty"
+        following = self._next[block]
+        self._next[head] = following
+        self._previous[following] = head
+        self._next[block] = self._previous[block] = _ABSENT
+        self._length -= 1
         return block

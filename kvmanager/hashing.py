@@ -54,5 +54,5 @@ def root_hash(layout: Layout) -> bytes:
 
 def block_hash(parent_hash: bytes, tokens: bytes, salt: bytes) -> bytes:
     """`tokens`: the block's token ids, packed; `salt`: from `salt_digest`."""
-    data = b"".join((parent_hash, b"T", len(tokens).to_bytes(4, "little"), tokens))
+    data = parent_hash + b"T" + len(tokens).to_bytes(4, "little") + tokens
     return sha256(data + field(b"S", salt) if salt else data).digest()

@@ -24,16 +24,21 @@ class Ledger:
 
     def add(self, block: int, holder: Holder) -> None:
         holders = self._holders[block]
+        if not holders:
+            self._holders[block] = (holder,)
+            return
         assert holder not in holders, f"{holder.describe()} already holds block {block}"
         self._holders[block] = (*holders, holder)
 
     def remove(self, block: int, holder: Holder) -> bool:
         """True if that was the last one."""
         holders = self._holders[block]
+        if holders == (holder,):
+            self._holders[block] = ()
+            return True
         assert holder in holders, f"{holder.describe()} does not hold block {block}"
-        left = () if len(holders) == 1 else tuple(other for other in holders if other is not holder)
-        self._holders[block] = left
-        return not left
+        self._holders[block] = tuple(other for other in holders if other is not holder)
+        return False
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds `block` instead of `holder`."""

@@ -10,7 +10,8 @@ SILENCE = 1.0  # seconds after which a runner is not waited for: nothing that it
 def grant_credits(state: State, pool: BlockPool) -> None:
     """Give every runner the credits that it wants, as far as there are blocks."""
     for runner in state.runners:
-        for _ in range(min(runner.credits_wanted - len(runner.credits), pool.available)):
+        missing = runner.credits_wanted - len(runner.credits)
+        for _ in range(min(missing, pool.available) if missing > 0 else 0):
             block = pool.grant(runner)
             runner.credits.add(block)
             runner.outbox.credits.append(pool.ref(block))

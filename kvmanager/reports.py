@@ -69,7 +69,8 @@ class ReportCheck:
         """The live sequence; for one born in this report, the one that it was forked from."""
         active = self._runner.active.get(key[0])
         sequence = active.sequences.get(key[1]) if active else None
-        sequence = sequence or self._born.get(key)
+        if sequence is None:
+            sequence = self._born.get(key)
         if sequence is None or key in self._ended:
             raise InvalidReport(f"no sequence {key[1]} of start {key[0]} runs here")
         return sequence
@@ -80,7 +81,7 @@ class ReportCheck:
     def _advance(self, item: Progress | Ended) -> None:
         key = (item.start_id, item.choice)
         sequence = self._find(key)
-        known, before = self._so_far(key, sequence)
+        known, before = self._notes.get(key) or (len(sequence.tokens), sequence.num_computed)
         new = item.new_token_ids
         known += len(new)
         computed = item.num_computed_tokens

@@ -1,18 +1,22 @@
-"""What a step costs the manager's core: 64 sequences that decode without end, some finishing and others starting.
+"""What a step costs the manager's core: 64 sequences that decode, some finishing and others starting
+meanwhile.
 
     python -m tests.bench.bench_core [--sequences 64] [--steps 20000]
 
-The driver plays a runner exactly as the protocol has it (credits two block boundaries ahead, one report per step at
-most, sent only if something changed), with lengths as in a chat load: prompts of 32 to 256 tokens of which a part is
-shared, outputs of 32 to 256 tokens. Only the core's own time is measured, records packed included; the driver's is not.
+The driver plays a runner exactly as the protocol has it: credits two block boundaries ahead, at most one
+report per step, sent only if something changed. Lengths are as in a chat load: prompts of 32 to 256 tokens
+of which a part is shared, outputs of 32 to 256. Only the core's own processor time counts, submits and
+starts included; the driver's does not. The last part shows that steps in which no block fills send nothing.
 """
 
 import argparse
+import gc
 import random
 import time
 from collections import Counter, deque
 
 from kvmanager import records
+from kvmanager.__main__ import COLLECT_AFTER
 from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
 from kvmanager.protocol import (
@@ -43,7 +47,7 @@ LAYOUT = Layout("bench", "bfloat16", BLOCK_SIZE, 30, 3, 64)
 class Stream:
     """One running sequence of the driver."""
 
-    __slots__ = ("capacity", "computed", "key", "length", "told", "tokens")
+    __slots__ = ("capacity", "computed", "key", "length", "tokens", "told")
 
     def __init__(self, start: Start) -> None:
         given = start.sequences[0]
@@ -58,7 +62,7 @@ class Stream:
 class Bench:
     """A core, one frontend, and a runner with a fixed number of sequences."""
 
-    def __init__(self, num_sequences: int, num_blocks: int, seed: int) -> None:
+    def __init__(self, num_sequences: int, num_blocks: int, seed: int, churn: bool = True) -> None:
         self.random = random.Random(seed)
         self.core = Core("bench", "/pool", Policy(watermark=0.0), 0.0)
         self.core.attach(BlockPool(num_blocks, LAYOUT))
@@ -69,10 +73,10 @@ class Bench:
         self.credits: deque[BlockRef] = deque()
         self.wanted = 0
         self.facts: tuple[list[Progress], list[Ended], list[Taken]] = ([], [], [])
-        self.seconds = 0.0
+        self.seconds = self.record_seconds = 0.0
         self.submitted = self.reports = self.silent = self.sat_out = 0
         self.call(self.runner, Ready())
-        for _ in range(num_sequences):
+        for _ in range(num_sequences if churn else 0):
             self.submit()
 
     def greet(self, hello: RunnerHello | FrontendHello) -> int:
@@ -86,9 +90,11 @@ class Bench:
         assert pool is not None
         began = time.thread_time()
         effects = self.core.handle(1.0, client_id, message)
+        decided = time.thread_time()
         for block in effects.records:
             records.pack(pool.record(block), BLOCK_SIZE)
-        self.seconds += time.thread_time() - began
+        self.seconds += decided - began
+        self.record_seconds += time.thread_time() - decided
         for _, answer in effects.messages:
             if isinstance(answer, Directives):
                 self.credits.extend(answer.credits)
@@ -160,6 +166,23 @@ class Bench:
         return new
 
 
+def show_silence() -> None:
+    """64 sequences in step: all blocks fill in the same steps, and between those nothing is sent."""
+    bench = Bench(64, 4096, seed=1, churn=False)
+    for number in range(64):
+        name = f"even-{number}"
+        sampling = SamplingParams(200, 1)
+        prompt = (number,) * 32
+        bench.call(bench.frontend, Submit(name, 0, float(number), prompt, (Choice(0),), sampling))
+    for _ in range(16):
+        bench.step()
+    bench.reports = bench.silent = 0
+    for _ in range(160):
+        bench.step()
+    sent, silent = bench.reports, bench.silent
+    print(f"64 sequences in step, 160 steps, 10 block boundaries: {sent} reports, {silent} silent steps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,24 +192,26 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=4096)
     options = parser.parse_args()
     bench = Bench(options.sequences, options.blocks, seed=1)
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)  # as the daemon does
     for _ in range(500):
         bench.step()
-    bench.seconds, bench.reports, bench.silent, bench.sat_out = 0.0, 0, 0, 0
+    bench.seconds = bench.record_seconds = 0.0
+    bench.reports = bench.silent = bench.sat_out = 0
     for _ in range(options.steps):
         bench.step()
     state = bench.core.state
     assert state.pool is not None
-    print(
-        f"{options.sequences} sequences, block size {BLOCK_SIZE}, {options.blocks} blocks, {options.steps} steps"
-    )
-    print(f"core per step        {bench.seconds / options.steps * 1e6:8.1f} µs (mean, limit 100)")
+    print(f"{options.sequences} sequences, {options.blocks} blocks of {BLOCK_SIZE}, {options.steps} steps")
+    print(f"core per step        {bench.seconds / options.steps * 1e6:8.1f} µs (limit 100)")
+    print(f"records per step     {bench.record_seconds / options.steps * 1e6:8.1f} µs")
     print(f"core per report      {bench.seconds / max(bench.reports, 1) * 1e6:8.1f} µs")
     print(f"steps that sent      {bench.reports / options.steps:8.1%}")
     print(f"steps that sent none {bench.silent / options.steps:8.1%} (no block filled, nothing ended)")
     print(f"sequences sat out    {bench.sat_out:8d}")
-    print(
-        f"evictions {state.pool.evictions}, hits {state.counters.prefix_cache_hits} tokens, {bench.submitted} requests"
-    )
+    hits, evictions = state.counters.prefix_cache_hits, state.pool.evictions
+    print(f"{bench.submitted} requests, {hits} hit tokens, {evictions} evictions")
+    show_silence()
 
 
 if __name__ == "__main__":
