@@ -24,6 +24,7 @@ from kvmanager.protocol import (
 )
 
 MAX_LOSSES: Final = 3  # runners that may die under one request before it is given up
+STOOD_STILL: Final = 5.0  # seconds between two ticks; far more than a loop that runs ever takes
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +92,7 @@ class Tracker:
         self.last_heard = 0.0
         self.stale_events = 0  # token events of an earlier attempt, or of a request that has ended
         self.resubmitted = 0
+        self._last_tick: float | None = None
 
     # --- from the client ----------------------------------------------------------------------------------
 
@@ -147,7 +149,16 @@ class Tracker:
         return Effects()
 
     def tick(self, now: float) -> Effects:
-        """Give up what has waited too long, send again what was to be retried."""
+        """Give up what has waited too long, send again what was to be retried.
+
+        If this process stood still (it was stopped, or the machine slept), runners may have dropped tokens, a
+        last one among them, and nobody else is late: everything is submitted again.
+        """
+        before, self._last_tick = self._last_tick, now
+        if before is not None and now - before > STOOD_STILL:
+            for request in self.live.values():
+                request.last_sign = now
+            return self.connect(now) if self.connected else Effects()
         effects = Effects()
         for request in list(self.live.values()):
             since = max(request.last_sign, self.last_heard) if request.accepted else request.last_sign

@@ -18,7 +18,7 @@ from kvmanager.protocol import (
     TokenBatch,
     TokenEvent,
 )
-from services.tracker import MAX_LOSSES, Effects, Output, Request, Tracker
+from services.tracker import MAX_LOSSES, STOOD_STILL, Effects, Output, Request, Tracker
 
 TIMEOUT = 10.0
 
@@ -154,6 +154,30 @@ def test_every_wait_for_the_manager_is_bounded() -> None:
     assert request.error is not None
     assert (request.error.code, request.error.retry_after) == ("manager_absent", 1.0)
     assert absent.connect(20.0).send == []
+
+
+def test_after_standing_still_everything_is_submitted_again() -> None:
+    """A runner may have dropped what this process did not take, the last token too."""
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tokens(tracker, event(request, 0, (5,)))
+    assert tracker.tick(1.0) == Effects()
+    (message,) = tracker.tick(1.0 + STOOD_STILL + TIMEOUT).send
+    assert isinstance(message, Submit)
+    assert (message.attempt, message.choices[0].output_token_ids) == (1, (5,))
+    assert not request.done
+
+
+def test_after_standing_still_without_a_manager_the_wait_begins_anew() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tracker.disconnect()
+    tracker.tick(0.0)
+    later = STOOD_STILL + TIMEOUT
+    assert tracker.tick(later) == Effects()
+    tracker.tick(later + STOOD_STILL)
+    assert tracker.tick(later + TIMEOUT) == Effects()
+    assert tracker.tick(later + TIMEOUT + 0.1).changed == [request]
 
 
 def test_an_accepted_request_waits_as_long_as_the_manager_lives() -> None:
