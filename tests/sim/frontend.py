@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TICK: Final = 0.25  # seconds
 STATS_EVERY: Final = 4  # ticks
-TIMEOUT: Final = 120.0  # seconds; longer than anything is stopped here
+TIMEOUT: Final = 1000.0  # seconds; longer than anything is stopped here
 MAX_REQUESTS: Final = 1000
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 EOS_TOKEN_IDS: Final = frozenset({EOS})
+FRONTEND_SECONDS: Final = 30.0
 NO_BLOCK: Final = (0, 1 << 40)  # in a generation that never comes
 
 
@@ -47,6 +48,7 @@ class Runner(Process):
         self.engine = Engine(world.cells, lambda block: world.check_write(self, block))
         self.outboxes: dict[str, TokenOutbox] = {}  # by frontend
         self.pipes: dict[str, TokenPipe] = {}
+        self._refused_since: dict[str, float] = {}  # seconds
         self.plan: StepPlan | None = None
         self.draining = False
         self.told = False  # the manager knows that it is draining
@@ -115,18 +117,30 @@ class Runner(Process):
         self.outboxes.setdefault(endpoint, TokenOutbox()).add(events)
 
     def _push(self) -> None:
-        """What a pipe does not take stays; a frontend that has died under this name takes nothing."""
+        """What a pipe does not take stays, for FRONTEND_SECONDS; a frontend that has died takes nothing."""
         for endpoint, outbox in self.outboxes.items():
             if not outbox:
                 continue
-            pipe = self.pipes.get(endpoint)
-            frontend = self.world.frontend(endpoint)
-            if frontend is not None and (pipe is None or pipe not in frontend.pipes):
-                pipe = self.pipes[endpoint] = TokenPipe()
-                frontend.pipes.append(pipe)
-            if frontend is not None and pipe is not None and pipe.has_room:
+            pipe = self._pipe(endpoint)
+            if pipe is not None and pipe.has_room:
                 pipe.batches.append(encode(outbox.batch()))
                 outbox.clear()
+                self._refused_since.pop(endpoint, None)
+            elif self.world.now - self._refused_since.setdefault(endpoint, self.world.now) > FRONTEND_SECONDS:
+                self.world.trace(self.name, "drops tokens for", endpoint)
+                self.world.statistics["outboxes dropped"] += 1
+                outbox.clear()
+                del self._refused_since[endpoint]
+
+    def _pipe(self, endpoint: str) -> TokenPipe | None:
+        """To the frontend that lives under this name, if there is one."""
+        frontend, pipe = self.world.frontend(endpoint), self.pipes.get(endpoint)
+        if frontend is None:
+            return None
+        if pipe is None or pipe not in frontend.pipes:
+            pipe = self.pipes[endpoint] = TokenPipe()
+            frontend.pipes.append(pipe)
+        return pipe
 
     def misbehave(self) -> None:
         """Report what cannot be, as a runner with a fault might: the manager fences it."""

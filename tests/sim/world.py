@@ -34,9 +34,12 @@ FAULTS: Final = (
     *("stall",) * 2,
     "report",
     "drain",
+    "nap",
     *("break",) * 2,
 )
 STALLS: Final = (0.01, 0.01, 0.05, 0.05, 0.2, 1.5)  # seconds; the last is longer than a runner is waited for
+NAP: Final = 40.0  # seconds
+NEVER: Final = float("inf")
 SUBMIT_RATE: Final = 0.2  # per turn, while fewer requests live than may
 REMEMBERED: Final = 400  # events that a failure prints
 MAX_SETTLING_TURNS: Final = 40_000
@@ -68,6 +71,7 @@ class World:
         self._names = 0
         self._next_tick = 0.0
         self._unaudited = 0
+        self._nap_at = NEVER  # when the clock leaps
         self._births: list[tuple[float, str, Capacity | None]] = []  # when, name, a runner's capacity
         self.processes: list[Process] = []
         self.frontends: list[Frontend] = []
@@ -106,6 +110,8 @@ class World:
 
     def _turn(self) -> None:
         self.now += self.random.expovariate(1 / MEAN_TURN)
+        if self.now > self._nap_at:
+            self._nap_at, self.now = NEVER, self.now + NAP
         if self._births and self._births[0][0] <= self.now:
             _, name, capacity = self._births.pop(0)
             self._add(name, capacity)
@@ -173,6 +179,8 @@ class World:
                 self._light_the_fuse()
             case "stall":
                 self._stall()
+            case "nap":
+                self._nap(self.random.choice(self.frontends))
             case "break":
                 self._break(self.random.choice(self.processes))
             case "frontend":
@@ -250,6 +258,13 @@ class World:
         else:
             self.processes[who].stalled_until = until
             self.trace(self.processes[who].name, "is stopped until", until)
+
+    def _nap(self, frontend: Frontend) -> None:
+        """It is stopped, and the others are soon, for longer than tokens are kept for it."""
+        self.trace(frontend.name, "naps", "")
+        self.statistics["naps"] += 1
+        frontend.stalled_until = self.now + NAP + 1.0
+        self._nap_at = min(self._nap_at, self.now + 0.3)
 
     def _break(self, process: Process) -> None:
         if self.manager is not None:
