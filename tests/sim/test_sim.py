@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from gpu_runner.shared_tails import SharedTails
-from kvmanager import clients, requests, sessions
+from kvmanager import requests, sessions
 from tests.sim.simulate import SimulationError, simulate
 
 MESSAGES = int(os.environ.get("PAGEKEEPER_SIM_MESSAGES", "300000"))
@@ -59,7 +59,6 @@ PLANTED = {
     "a shared tail is written in place": (SharedTails, "is_shared", lambda self, block: False),
     "salts are ignored": (requests, "salt_digest", lambda salt: b""),
     "a fenced runner's blocks are reused": (sessions, "quarantine_of", lambda state, lock: None),
-    "finished requests are not named when a runner dies": (clients, "MAX_FINISHED", 0),
 }
 
 

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 NUM_STEMS: Final = 3  # beginnings that prompts share
 SALTS: Final = ("", "", "", "red", "blue")
 FAULT_RATES: Final = (0.0, 0.004, 0.015, 0.03)
+FAULTS: Final = (
+    *("manager",) * 5,
+    *("runner",) * 3,
+    *("frontend",) * 2,
+    *("stall",) * 2,
+    *("break",) * 2,
+    "report",
+    "drain",
+)
+"""What may go wrong, each as often as it is here. A nap submits everything again, which hides much."""
 MIN_SEATS: Final = 4  # the smallest runner takes the widest request
 
 
@@ -24,6 +34,7 @@ class Shape(NamedTuple):
     num_frontends: int
     max_live: int  # requests of all frontends
     fault_rate: float
+    faults: tuple[str, ...]
     cancel_rate: float
 
 
@@ -38,6 +49,7 @@ def shape(seed: int, random: Random) -> Shape:
         capacities=tuple(capacities),
         num_frontends=random.randint(1, 3),
         max_live=random.choice((4, 8, 16, 24)),
+        faults=FAULTS if seed // len(FAULT_RATES) % 3 else (*FAULTS, "nap"),
         fault_rate=FAULT_RATES[seed % len(FAULT_RATES)],
         cancel_rate=random.choice((0.0, 0.002, 0.01)),
     )

@@ -27,16 +27,6 @@ from tests.sim.workload import Workload, shape
 TICK: Final = 0.05  # seconds, of the manager
 MEAN_TURN: Final = 0.001  # seconds
 MANAGER_SHARE: Final = 0.4  # of all turns
-FAULTS: Final = (
-    *("manager",) * 4,
-    *("runner",) * 3,
-    *("frontend",) * 2,
-    *("stall",) * 2,
-    "report",
-    "drain",
-    "nap",
-    *("break",) * 2,
-)
 STALLS: Final = (0.01, 0.01, 0.05, 0.05, 0.2, 1.5)  # seconds; the last is longer than a runner is waited for
 NAP: Final = 40.0  # seconds
 NEVER: Final = float("inf")
@@ -174,7 +164,7 @@ class World:
             self._fault()
 
     def _fault(self) -> None:
-        match self.random.choice(FAULTS):
+        match self.random.choice(self.shape.faults):
             case "manager":
                 self._light_the_fuse()
             case "stall":
