@@ -1,9 +1,52 @@
-"""What the findable blocks hold, against what their hashes say."""
+"""Who may write a block, what a started sequence finds in its table, and what the findable blocks hold."""
 
 from array import array
+from typing import TYPE_CHECKING, Final
 
-from kvmanager.block_pool import BlockPool
-from tests.sim.model import chain
+from kvmanager.block_pool import QUARANTINED, RESERVED, SEALED, BlockPool
+from kvmanager.clients import owner_tag
+from kvmanager.hashing import salt_digest, token_array
+from kvmanager.protocol import Directives
+from kvmanager.records import unpack
+from kvmanager.restore import DAMAGED
+from tests.sim.manager import Disk, Manager
+from tests.sim.model import BLOCK_SIZE, chain
+
+if TYPE_CHECKING:
+    from tests.sim.runner import Runner
+
+DAMAGED_TAG: Final = owner_tag(DAMAGED)
+
+
+def check_write(manager: Manager | None, disk: Disk, runner: "Runner", block: int) -> None:
+    """Whoever writes a block owns it, in the manager's eyes and in the records."""
+    pool = manager.core.state.pool if manager else None
+    if pool is not None:
+        state, tag = pool.state[block], pool.owner_tag[block]
+        ours = state in (RESERVED, QUARANTINED) and tag in (runner.tag, DAMAGED_TAG)
+        assert ours, f"{runner.name} writes block {block}, which is state {state}, not its own"
+        return
+    record = unpack(disk.records[block], BLOCK_SIZE)
+    assert record is None or (record.state == RESERVED and record.owner_tag == runner.tag), (
+        f"{runner.name} writes block {block}, whose record is {record}"
+    )
+
+
+def check_starts(cells: list[list[int]], disk: Disk, directives: Directives, salts: dict[str, str]) -> None:
+    """Cached blocks hold the very tokens, under the request's salt, in the generation named."""
+    for start in directives.starts:
+        salt = salt_digest(salts[start.request_id])
+        for sequence in start.sequences:
+            tokens = (*start.prompt_token_ids, *sequence.output_token_ids)[: sequence.num_cached_tokens]
+            right = chain(tokens)
+            for index in range(len(tokens) // BLOCK_SIZE):
+                block, generation = sequence.block_table[index]
+                part = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
+                assert cells[block] == right[part], f"start {start.start_id}: block {block} holds others"
+                record = unpack(disk.records[block], BLOCK_SIZE)
+                packed = token_array(tokens[part]).tobytes()
+                assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
+                assert record is None or (record.salt, record.tokens) == (salt, packed), f"{start}: {record}"
 
 
 class Contents:

@@ -7,18 +7,15 @@ from collections import Counter, deque
 from random import Random
 from typing import Any, Final
 
-from kvmanager.block_pool import FREE, QUARANTINED, RESERVED, SEALED
-from kvmanager.clients import owner_tag
-from kvmanager.hashing import salt_digest, token_array
+from kvmanager.block_pool import FREE, RESERVED
 from kvmanager.invariants import audit
 from kvmanager.protocol import Directives
 from kvmanager.records import unpack
-from kvmanager.restore import DAMAGED
 from kvmanager.state import Policy
-from tests.sim.checks import Contents
+from tests.sim import checks
 from tests.sim.frontend import Frontend
 from tests.sim.manager import Disk, Manager, ManagerKilledError
-from tests.sim.model import BLOCK_SIZE, LAYOUT, chain
+from tests.sim.model import BLOCK_SIZE, LAYOUT
 from tests.sim.network import Connection
 from tests.sim.process import Process
 from tests.sim.runner import Capacity, Runner
@@ -33,7 +30,6 @@ NEVER: Final = float("inf")
 SUBMIT_RATE: Final = 0.2  # per turn, while fewer requests live than may
 REMEMBERED: Final = 400  # events that a failure prints
 MAX_SETTLING_TURNS: Final = 40_000
-DAMAGED_TAG: Final = owner_tag(DAMAGED)
 
 
 class World:
@@ -52,7 +48,7 @@ class World:
         self.disk = Disk(self.shape.num_blocks)
         self.cells = [[0] * BLOCK_SIZE for _ in range(self.shape.num_blocks)]
         self.connections: list[Connection] = []
-        self.contents = Contents(self.cells)
+        self.contents = checks.Contents(self.cells)
         self.workload = Workload(self.random, self.shape.num_blocks)
         self.policy = Policy(max_waiting=200, watermark=0.02, runner_wait=1000.0)
         self.manager: Manager | None = None
@@ -281,37 +277,10 @@ class World:
     # --- what must be true ----------------------------------------------------------------------------------
 
     def check_write(self, runner: Runner, block: int) -> None:
-        """Whoever writes a block owns it, in the manager's eyes and in the records."""
-        pool = self.manager.core.state.pool if self.manager else None
-        if pool is not None:
-            state, tag = pool.state[block], pool.owner_tag[block]
-            ours = state in (RESERVED, QUARANTINED) and tag in (runner.tag, DAMAGED_TAG)
-            assert ours, f"{runner.name} writes block {block}, which is state {state}, not its own"
-            return
-        record = unpack(self.disk.records[block], BLOCK_SIZE)
-        assert record is None or (record.state is RESERVED and record.owner_tag == runner.tag), (
-            f"{runner.name} writes block {block}, whose record is {record}"
-        )
+        checks.check_write(self.manager, self.disk, runner, block)
 
     def check_starts(self, directives: Directives) -> None:
-        """Cached blocks hold the very tokens, under the request's salt, in the generation named."""
-        for start in directives.starts:
-            salt = salt_digest(self.workload.salts[start.request_id])
-            for sequence in start.sequences:
-                tokens = (*start.prompt_token_ids, *sequence.output_token_ids)[: sequence.num_cached_tokens]
-                cells = chain(tokens)
-                for index in range(len(tokens) // BLOCK_SIZE):
-                    block, generation = sequence.block_table[index]
-                    part = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
-                    assert self.cells[block] == cells[part], (
-                        f"start {start.start_id}: block {block} holds others"
-                    )
-                    record = unpack(self.disk.records[block], BLOCK_SIZE)
-                    packed = token_array(tokens[part]).tobytes()
-                    assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
-                    assert record is None or (record.salt, record.tokens) == (salt, packed), (
-                        f"{start}: {record}"
-                    )
+        checks.check_starts(self.cells, self.disk, directives, self.workload.salts)
 
     def _check(self) -> None:
         """After each event at the manager: what it has sealed is there; and, now and then, everything."""
@@ -355,8 +324,9 @@ class World:
         assert len(pool.free) + len(pool.cached) == pool.num_blocks, pool.statistics()
         for block, record in enumerate(self.disk.records):
             kept, want = unpack(record, BLOCK_SIZE), pool.record(block)
-            ownerless = kept is not None and kept.state == RESERVED and want.state == FREE
-            assert kept == want or (ownerless and kept.generation == want.generation), (block, kept, want)
+            if kept is not None and kept.state == RESERVED and want.state == FREE:
+                kept = kept._replace(state=FREE, owner_tag=want.owner_tag)  # its owner died with the manager
+            assert kept == want, f"block {block}: kept {kept}, want {want}"
 
     def _quiet(self) -> bool:
         if self.manager is None or self._births or self.manager.core.state.survivors:
