@@ -81,20 +81,23 @@ def lay_out(job: Job, workspace: int, num_pieces: int, partial_floats: int, thre
 
 
 @jit
-def write_pieces(job: Job, address: int, write: bool) -> tuple[int, int]:
-    """Count the pieces and the floats that partial results take, and write the pieces down if `write`."""
+def write_pieces(job: Job, address: int, write: bool) -> tuple[int, int, int]:
+    """Count the pieces, the floats of their partial results and the work; write the pieces down if `write`.
+
+    Work is what shares it out well: elements of keys that pass by, per started product of 4 rows.
+    """
     starts, contexts = elements(INT32, job.query_start), elements(INT32, job.context_lens)
-    count = place = 0
+    count = place = work = 0
     for sequence in range(job.num_seqs):
         rows = (starts[sequence + 1] - starts[sequence]) * job.group
         first_position = contexts[sequence] - (starts[sequence + 1] - starts[sequence])
-        splits = 1
         for first_row in range(0, rows, MAX_ROWS):
             num_rows = min(MAX_ROWS, rows - first_row)
             low = max(0, first_position + first_row // job.group - job.sliding_window + 1)
             low = low if job.sliding_window > 0 else 0
             high = first_position + (first_row + num_rows - 1) // job.group + 1
             first_split = low // SPLIT
+            work += (high - low) * job.head_dim * job.num_kv_heads * (padded(num_rows) // ROWS)
             splits = (high - 1) // SPLIT - first_split + 1 if rows <= MAX_ROWS else 1
             for split in range(splits):
                 if write:
@@ -106,7 +109,7 @@ def write_pieces(job: Job, address: int, write: bool) -> tuple[int, int]:
                 count += 1
             if splits > 1:
                 place += splits * job.num_kv_heads * partial_size(job, num_rows)
-    return count, place
+    return count, place, work
 
 
 @jit

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kernels.cpu.attention_piece import work
 from kernels.cpu.attention_plan import Job, lay_out, write_pieces
-from kernels.cpu.jit import GOMP_PARALLEL, jit, parallel, reset
-from kernels.cpu.memory import INT64, KINDS
+from kernels.cpu.jit import GOMP_PARALLEL, GRAIN, jit, parallel, reset
+from kernels.cpu.memory import KINDS
 from kernels.cpu.workspace import WORKSPACE
 
 
@@ -78,7 +78,7 @@ def paged_attention(
 def run(workspace: int, workspace_size: int, gomp: int, threads: int, *arguments: Any) -> int:
     """Do the job, or nothing where the workspace is too small. Returns the bytes of workspace it takes."""
     job = Job(*arguments)
-    num_pieces, partial_floats = write_pieces(job, INT64, False)
+    num_pieces, partial_floats, elements = write_pieces(job, 0, False)
     plan = lay_out(job, workspace, num_pieces, partial_floats, threads)
     needed = plan.end - workspace
     if needed > workspace_size:
@@ -88,5 +88,6 @@ def run(workspace: int, workspace_size: int, gomp: int, threads: int, *arguments
     reset(plan.next_thread)
     for i in range(num_pieces * job.num_kv_heads):
         reset(plan.finished + i * 8)
-    parallel(gomp, min(threads, num_pieces * job.num_kv_heads), work, (job, plan))
+    workers = min(threads, num_pieces * job.num_kv_heads, 1 + elements // GRAIN)
+    parallel(gomp, workers, work, (job, plan))
     return needed
