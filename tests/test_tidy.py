@@ -51,6 +51,8 @@ SHELL = {
     "pool_directory",
     "records",
     "liveness",
+    "tier_file",
+    "disk_tier",
     "paths",
     "settings",
     "config",
