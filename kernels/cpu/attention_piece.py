@@ -27,24 +27,31 @@ def work(job_and_plan: tuple[Job, Plan]) -> None:
     num_items = plan.num_pieces * job.num_kv_heads
     item = next_item(plan.next_item)
     while item < num_items:
-        index = item // job.num_kv_heads
-        attend(job, plan, scratch, index, item - index * job.num_kv_heads)
-        item = next_item(plan.next_item)
+        upcoming = next_item(plan.next_item)
+        attend(job, plan, scratch, item, min(upcoming, num_items - 1))
+        item = upcoming
 
 
 @jit
-def attend(job: Job, plan: Plan, scratch: Scratch, index: int, head: int) -> None:
-    """One item: a piece for one KV head."""
+def attend(job: Job, plan: Plan, scratch: Scratch, item: int, upcoming: int) -> None:
+    """One item: a piece for one KV head. The first tile of the item to come is brought nearer at its end."""
+    index = item // job.num_kv_heads
+    head = item - index * job.num_kv_heads
     piece = elements(INT64, plan.pieces + index * PIECE_FIELDS * 8)
     sequence, first_row, num_rows, low, high = piece[0], piece[1], piece[2], piece[3], piece[4]
     split, splits = piece[5], piece[6]
     load_query(job, scratch, sequence, head, first_row, num_rows)
     rows, next_rows = scratch.rows, scratch.rows + 2 * TILE * 8
-    find_rows(job, rows, sequence, head, low, min(TILE, high - low))
+    find_rows(job, rows, sequence, head, low, high)
     for first_key in range(low, high, TILE):
         count = min(TILE, high - first_key)
-        next_key = first_key + TILE if first_key + TILE < high else first_key
-        find_rows(job, next_rows, sequence, head, next_key, min(TILE, high - next_key))
+        if first_key + TILE < high:
+            find_rows(job, next_rows, sequence, head, first_key + TILE, high)
+        else:
+            next_index = upcoming // job.num_kv_heads
+            next_head = upcoming - next_index * job.num_kv_heads
+            next_piece = elements(INT64, plan.pieces + next_index * PIECE_FIELDS * 8)
+            find_rows(job, next_rows, next_piece[0], next_head, next_piece[3], next_piece[4])
         score(job, scratch, rows, next_rows, num_rows, count)
         weigh(job, scratch, piece, first_key, count)
         accumulate(job, scratch, rows + TILE * 8, next_rows + TILE * 8, num_rows, count)
@@ -97,14 +104,15 @@ def position_of(job: Job, sequence: int, row: int) -> int:
 
 
 @jit
-def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, count: int) -> None:
-    """Write down where a tile's keys, then its values lie.
+def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, end: int) -> None:
+    """Write down where the keys, then the values of the tile at `first_key` lie; its piece ends at `end`.
 
     Past the end, the last one is repeated, so that no unused slot is ever read.
     """
     table = elements(INT32, job.block_tables + sequence * job.table_row * 4)
     keys, values = elements(INT64, rows), elements(INT64, rows + TILE * 8)
     size = size_of(job.cache_kind)
+    count = min(TILE, end - first_key)
     index = 0
     while index < count:
         logical = (first_key + index) // job.block_size

@@ -1,4 +1,4 @@
-"""Parity and speed of the Triton kernels on a CUDA GPU: `python -m tests.bench.gpu_kernels` (under 5 minutes).
+"""Parity and speed of the Triton kernels on a CUDA GPU: `python -m tests.bench.gpu_kernels` (< 5 minutes).
 
 Decode: bytes of keys and values per second, as a fraction of a large copy measured in the same run (0.80 is
 wanted); prefill: TFLOP/s as a fraction of a large bfloat16 product (0.50 is wanted). Nothing is timed unless
