@@ -51,11 +51,8 @@ def paged_attention(
     if decode:
         keys = sliding_window or block_tables.shape[1] * block_size
         splits = count_splits(num_seqs * num_kv_heads, keys // config.tile, processors)
-    partial = (
-        torch.empty((splits, num_tokens, num_heads, head_dim + 2), dtype=torch.float32, device=query.device)
-        if splits > 1
-        else out
-    )
+    partial_shape = (splits, num_tokens, num_heads, head_dim + 2)
+    partial = out if splits == 1 else torch.empty(partial_shape, dtype=torch.float32, device=query.device)
     attention_kernel[(num_tiles, num_kv_heads, splits)](
         query,
         key_cache,
@@ -144,41 +141,13 @@ def find_sequence(query_start, num_seqs, tile, TOKENS: tl.constexpr):
 
 @triton.jit
 def attention_kernel(
-    query,
-    key_cache,
-    value_cache,
-    block_tables,
-    query_start,
-    context_lens,
-    out,
-    partial,
-    num_seqs,
-    num_tokens,
-    scale,
-    soft_cap,
-    query_token,
-    query_head,
-    out_token,
-    out_head,
-    key_block,
-    key_head,
-    key_slot,
-    value_block,
-    value_head,
-    value_slot,
-    table_row,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    query, key_cache, value_cache, block_tables, query_start, context_lens, out, partial,
+    num_seqs, num_tokens, scale, soft_cap, query_token, query_head, out_token, out_head,
+    key_block, key_head, key_slot, value_block, value_head, value_slot, table_row,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Grid (query tiles, KV heads, splits)."""
     TOKENS: tl.constexpr = ROWS // PADDED_GROUP
     tile = tl.program_id(0)
@@ -195,7 +164,6 @@ def attention_kernel(
     token = first_token + row // PADDED_GROUP
     head = kv_head * GROUP + row % PADDED_GROUP
     used = (token < length) & (row % PADDED_GROUP < GROUP)
-    position = context - length + token
     dim = tl.arange(0, PADDED_DIM)
     in_head = dim < DIM
     query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
@@ -208,17 +176,48 @@ def attention_kernel(
     span = tl.cdiv(tl.cdiv(high - low, TILE), SPLITS) * TILE
     low = low + split * span
     high = tl.minimum(high, low + span)
+    key_strides = (key_block, key_slot)
+    value_strides = (value_block, value_slot)
+    keys, values = key_cache + kv_head * key_head, value_cache + kv_head * value_head
+    table = block_tables + sequence.to(tl.int64) * table_row
+    position = context - length + token
+    factors = (scale, soft_cap)
+    sums, best, total = attend_keys(
+        q, position, table, low, high, keys, values, key_strides, value_strides, factors,
+        in_head, dim, ROWS, PADDED_DIM, BLOCK_SIZE, TILE, WINDOW, CAPPED,
+    )  # fmt: skip
+    total = tl.where(used, total, 1.0)  # rows that are only padding have seen no key
+    written = used[:, None] & in_head[None, :]
+    if SPLITS == 1:
+        out_rows = out + (start + token).to(tl.int64) * out_token + head * out_head
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out_rows[:, None] + dim[None, :], result, mask=written)
+    else:
+        place = (split * num_tokens + start + token).to(tl.int64) * HEADS + head
+        partial_rows = partial + place * (DIM + 2)
+        tl.store(partial_rows[:, None] + dim[None, :], sums, mask=written)
+        tl.store(partial_rows + DIM, best, mask=used)
+        tl.store(partial_rows + DIM + 1, total, mask=used)
+
+
+@triton.jit
+def attend_keys(
+    q, position, table, low, high, keys, values, key_strides, value_strides, factors, in_head, dim,
+    ROWS: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of the rows over keys [low, high): weighted values, maxima (base 2), sums of weights."""
+    scale, soft_cap = factors
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    table = block_tables + sequence.to(tl.int64) * table_row
     for first_key in range(low, high, TILE):
         key = first_key + tl.arange(0, TILE)
         there = key < high
         block = tl.load(table + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
         slot = key % BLOCK_SIZE
         loaded = there[:, None] & in_head[None, :]
-        key_rows = key_cache + block * key_block + kv_head * key_head + slot * key_slot
+        key_rows = keys + block * key_strides[0] + slot * key_strides[1]
         k = tl.load(key_rows[:, None] + dim[None, :], mask=loaded, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
@@ -232,23 +231,11 @@ def attention_kernel(
         weights = tl.exp2(scores - shift[:, None])
         factor = tl.exp2(best - shift)
         total = total * factor + tl.sum(weights, 1)
-        value_rows = value_cache + block * value_block + kv_head * value_head + slot * value_slot
+        value_rows = values + block * value_strides[0] + slot * value_strides[1]
         v = tl.load(value_rows[:, None] + dim[None, :], mask=loaded, other=0.0).to(q.dtype)
-        sums = sums * factor[:, None]
-        sums = tl.dot(weights.to(q.dtype), v, sums, input_precision="ieee")
+        sums = tl.dot(weights.to(q.dtype), v, sums * factor[:, None], input_precision="ieee")
         best = new_best
-    total = tl.where(used, total, 1.0)  # rows that are only padding have seen no key
-    written = used[:, None] & in_head[None, :]
-    if SPLITS == 1:
-        out_rows = out + (start + token).to(tl.int64) * out_token + head * out_head
-        result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out_rows[:, None] + dim[None, :], result, mask=written)
-    else:
-        place = (split * num_tokens + start + token).to(tl.int64) * HEADS + head
-        partial_rows = partial + place * (DIM + 2)
-        tl.store(partial_rows[:, None] + dim[None, :], sums, mask=written)
-        tl.store(partial_rows + DIM, best, mask=used)
-        tl.store(partial_rows + DIM + 1, total, mask=used)
+    return sums, best, total
 
 
 @triton.jit
