@@ -12,12 +12,13 @@ FLAGS = $(if $(HOST),--host=$(HOST)) $(if $(PORT),--port=$(PORT)) $(if $(RUNNERS
   $(if $(FRONTENDS),--frontends=$(FRONTENDS)) $(if $(MODEL),--model='$(MODEL)') \
   $(if $(POOL),--pool-bytes=$(POOL)) $(if $(RESET_POOL),--reset-pool=$(RESET_POOL))
 
-.PHONY: help serve chat test check bench clean
+.PHONY: help serve chat test check sim bench clean
 
 help:
 	@echo "make serve   start the server           HOST PORT RUNNERS FRONTENDS MODEL POOL RESET_POOL"
 	@echo "make chat    talk with a running server HOST PORT"
 	@echo "make test    lint, types, all tests"
+	@echo "make sim     simulate with kills         SIM='--help' shows its options"
 	@echo "make bench   measure speed and memory   BENCH='--help' shows its options"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -27,8 +28,13 @@ serve: $(VENV)/serve.stamp
 chat: $(VENV)/serve.stamp
 	@exec $(BIN)/pagekeeper chat $(if $(HOST)$(PORT),--url=http://$(or $(HOST),127.0.0.1):$(or $(PORT),8000))
 
+# The manager's tests run apart: only they are traced, since the branches of its core have to be covered.
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/kvmanager --cov=kvmanager --cov-branch --cov-fail-under=95
+	$(BIN)/python -m pytest --ignore=tests/kvmanager
+
+sim: $(VENV)/test.stamp
+	@exec $(BIN)/python -m tests.sim $(SIM)
 
 check: $(VENV)/test.stamp
 	$(BIN)/ruff check .
