@@ -30,6 +30,9 @@ class RunnerConfig:
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     backend: str = setting("auto", "kernels to use", choices=("auto", "cpu", "triton", "reference"))
+    checked: bool = setting(
+        False, "check the arguments of every kernel; slower, for tests and for hunting a fault"
+    )
     block_size: int = setting(16, "size of a KV block", unit="tokens", choices=BLOCK_SIZES)
     max_num_seqs: int = setting(
         64, "sequences that may run at once", unit="sequences", minimum=1, maximum=4096

@@ -36,7 +36,7 @@ class TorchEngine:
     def __init__(self, config: RunnerConfig) -> None:
         """Loads the model and the kernels; the pool comes with `attach`."""
         self._device = torch.device(_device(config.device))
-        self._ops = _ops(config.backend, self._device)
+        self._ops = _ops(config.backend, self._device, config.checked)
         self._model = load_model(config.model, config.dtype, self._device, _LoadProgress())
         shape = self._model.config
         kv_dtype = self._model.dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype)
@@ -136,11 +136,11 @@ def _device(name: str) -> str:
     return name
 
 
-def _ops(name: str, device: torch.device) -> backends.Ops:
+def _ops(name: str, device: torch.device, checked: bool) -> backends.Ops:
     """The kernels for `device`. Raises ModelError where they are not to be had."""
     if name == "auto":
         name = "triton" if device.type == "cuda" else "cpu"
     try:
-        return backends.load(name)  # type: ignore[arg-type]  # checked there
+        return backends.load(name, checked=checked)  # type: ignore[arg-type]  # checked there
     except ImportError as error:
         raise ModelError(f"backend={name} cannot be used here: {error}; want another backend") from None

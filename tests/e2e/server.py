@@ -43,7 +43,13 @@ class Server:
         self.pool_directory = pool_directory or Path(self._temporary.name) / "pool"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.settings = {"dtype": "float32", "pool_bytes": "256M", "host": "127.0.0.1", **settings}
+        self.settings = {
+            "dtype": "float32",
+            "pool_bytes": "256M",
+            "checked": True,
+            "host": "127.0.0.1",
+            **settings,
+        }
         self.output: list[str] = []
 
     def __enter__(self) -> "Server":

@@ -132,9 +132,9 @@ def test_all_backends_give_the_same_tokens(model: Model) -> None:
     prompts = [PROMPT, PROMPT[4:5], PROMPT[2:18]]
     tokens = [
         generate(make_executor(model, backend=backend), prompts, 16, chunk=9)
-        for backend in ("reference", "cpu")
+        for backend in ("reference", "cpu", "triton")
     ]
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_the_cache_may_be_of_another_type_than_the_weights(model: Model) -> None:

@@ -1,6 +1,7 @@
 """What tests of the torch half share: tiny random models, a pool, a loop that feeds an executor by hand."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpu_runner.model import Model
 from gpu_runner.step import Scheduled, Sequence, SequenceOutput, StepPlan
 from kernels.backends import Ops, load
 from kvmanager.protocol import Layout, SamplingParams
+from tests.kernels.interpreter import load_interpreted
 
 BLOCK_SIZE = 8
 GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0, ignore_eos=True)
@@ -78,8 +80,16 @@ def make_pool(model: Model, num_blocks: int, dtype: torch.dtype | None = None) -
     return torch.full(pool_shape(layout, num_blocks), torch.nan, dtype=dtype or model.dtype)
 
 
+OPS = {
+    "reference": partial(load, "reference", checked=True),
+    "cpu": partial(load, "cpu", checked=True),
+    "triton": load_interpreted,
+}
+"""The backends that run here, each with its arguments checked."""
+
+
 def make_executor(model: Model, num_blocks: int = 64, backend: Any = "reference") -> Executor:
-    return Executor(model, make_pool(model, num_blocks), load(backend))
+    return Executor(model, make_pool(model, num_blocks), OPS[backend]())
 
 
 def make_sequences(
