@@ -1,13 +1,17 @@
 """One step on the device: copies, the model over all scheduled tokens, logits where needed, next tokens."""
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from gpu_runner.batch import build
+from gpu_runner.beam_candidates import candidates
 from gpu_runner.logprobs import token_logprobs
 from gpu_runner.model import Model
 from gpu_runner.sampler import Draw, sample
-from gpu_runner.step import Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
 from kernels.backends import Ops
 from kvmanager.protocol import TokenLogprobs
 
@@ -36,29 +40,37 @@ class Executor:
         batch = build(plan, self.block_size, self.model.device)
         hidden = self.model.forward(batch, self.pool, self.ops)
         ends = batch.query_start[1:] - 1
-        sampled = self._sample(plan, hidden, ends)
+        sampled, offers = self._choose(plan, hidden, ends)
         outputs = []
         first = 0
         for item in plan.scheduled:
             prompt = self._prompt_logprobs(item, hidden[first : first + item.length])
-            count = len(item.sample_choices)
-            outputs.append(SequenceOutput(tuple(sampled[:count]), prompt))
-            sampled = sampled[count:]
+            drawn = () if _is_beam(item) else tuple(itertools.islice(sampled, len(item.sample_choices)))
+            offered = next(offers) if _is_beam(item) and item.sample_choices else ()
+            outputs.append(SequenceOutput(drawn, prompt, offered))
             first += item.length
         return StepOutput(tuple(outputs))
 
-    def _sample(self, plan: StepPlan, hidden: Tensor, ends: Tensor) -> list[Sampled]:
-        """Tokens for all choices of all sequences that reached their end, in the plan's order."""
+    def _choose(
+        self, plan: StepPlan, hidden: Tensor, ends: Tensor
+    ) -> tuple[Iterator[Sampled], Iterator[tuple[Candidate, ...]]]:
+        """For all sequences that reached their end, in the plan's order: a token for each choice, but for
+        beams their candidates.
+        """
         asking = [index for index, item in enumerate(plan.scheduled) if item.sample_choices]
         if not asking:
-            return []
-        draws = [
-            Draw(row, plan.scheduled[index].sequence, choice)
-            for row, index in enumerate(asking)
-            for choice in plan.scheduled[index].sample_choices
-        ]
+            return iter(()), iter(())
         rows = hidden if len(asking) == len(hidden) else hidden[ends[asking].long()]
-        return sample(self.model.logits(rows), draws, self.model.eos_token_ids)
+        logits, eos_token_ids = self.model.logits(rows), self.model.eos_token_ids
+        items = [(row, plan.scheduled[index]) for row, index in enumerate(asking)]
+        draws = [
+            Draw(row, item.sequence, choice)
+            for row, item in items
+            if not _is_beam(item)
+            for choice in item.sample_choices
+        ]
+        beams = [(row, item.sequence) for row, item in items if _is_beam(item)]
+        return iter(sample(logits, draws, eos_token_ids)), iter(candidates(logits, beams, eos_token_ids))
 
     def _prompt_logprobs(self, item: Scheduled, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
         """For each computed position before a prompt token: the log-probability of that token."""
@@ -74,3 +86,7 @@ class Executor:
             tokens = sequence.token_ids[first + 1 : end + 1]
             found += token_logprobs(logits, tokens, [alternatives] * len(tokens))
         return tuple(found)
+
+
+def _is_beam(item: Scheduled) -> bool:
+    return item.sequence.sampling.beam is not None

@@ -5,6 +5,7 @@ are all that the two know of each other.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvmanager.protocol import SamplingParams, TokenLogprobs
 
@@ -59,16 +60,28 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
+class Candidate(NamedTuple):
+    """A token that could be next. `logprob` counts for the search: it includes bias and penalties."""
+
+    token_id: int
+    logprob: float
+    logprobs: TokenLogprobs | None = None  # where the request wants them
+
+
 @dataclass(slots=True, frozen=True)
 class SequenceOutput:
     """The result for one `Scheduled`, in the plan's order.
 
-    `prompt_logprobs` has one entry per computed prompt position p in [start, start + length): that of token p + 1
-    given the tokens up to p; positions whose successor is not a prompt token are left out.
+    A beam has nothing `sampled`, but `candidates`: its likeliest tokens, at least `width` that do not stop it
+    and, of all tokens, the `width` likeliest (fewer where the vocabulary has fewer).
+
+    `prompt_logprobs` has one entry per computed prompt position p in [start, start + length): that of token
+    p + 1 given the tokens up to p; positions whose successor is not a prompt token are left out.
     """
 
     sampled: tuple[Sampled, ...]
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,8 +1,6 @@
 """Collects what the manager must be told of a step, in the order in which it applies it."""
 
-from typing import Literal
-
-from gpu_runner.request import RunningSequence
+from gpu_runner.request import EndReason, RunningSequence
 from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, StepReport, Taken
 
 
@@ -36,7 +34,7 @@ class ReportBuilder:
     def forked(self, running: RunningSequence, children: tuple[int, ...]) -> None:
         self._forked.append(Forked(*running.key, children))
 
-    def ended(self, running: RunningSequence, reason: Literal["finished", "cancelled", "preempted"]) -> None:
+    def ended(self, running: RunningSequence, reason: EndReason) -> None:
         sequence = running.sequence
         new_token_ids = running.untold_tokens(len(sequence.token_ids))
         self._ended.append(Ended(*running.key, new_token_ids, sequence.num_computed_tokens, reason))

@@ -189,11 +189,12 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
     choices = (sequence.choice, *sequence.pending_forks)
     active.runner.seats -= len(choices)
     output = tuple(sequence.tokens[len(active.request.prompt) :])
-    if item.reason == "preempted" and len(output) < active.request.submit.sampling.max_tokens:
+    submit, runner = active.request.submit, active.runner
+    if item.reason == "preempted" and submit.sampling.beam is not None:
+        active.resume = list(submit.choices)  # a search starts over
+    elif item.reason == "preempted" and len(output) < submit.sampling.max_tokens:
         active.resume.extend(Choice(choice, output) for choice in choices)
-    else:
-        submit = active.request.submit
-        runner = active.runner
+    elif item.reason != "dropped":
         runner.finished.append((active.request.frontend.client_id, submit.request_id, submit.attempt))
     sequence.release(pool)
     if not active.sequences:

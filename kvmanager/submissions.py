@@ -5,6 +5,7 @@ import math
 from kvmanager.admission import why_it_never_fits
 from kvmanager.clients import Frontend
 from kvmanager.protocol import (
+    MAX_BEAMS,
     MAX_CHOICES,
     MAX_ID_CHARS,
     MAX_PROMPT_TOKENS,
@@ -96,6 +97,12 @@ def find_fault(message: Submit) -> str:
         return f"choice indices are {min(indices)} to {max(indices)}, want 0 to {MAX_CHOICES - 1}"
     if max_tokens < 1 or any(len(choice.output_token_ids) >= max_tokens for choice in message.choices):
         return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
+    if (beam := message.sampling.beam) is not None and (
+        not 1 <= beam.width <= MAX_BEAMS
+        or indices != list(range(beam.width))
+        or any(choice.output_token_ids for choice in message.choices)
+    ):
+        return f"a beam search of width {beam.width} (1 to {MAX_BEAMS}) wants as many choices, without output"
     if message.attempt < 0 or not math.isfinite(message.arrival):
         return f"attempt {message.attempt} or arrival {message.arrival} is not a usable number"
     return ""

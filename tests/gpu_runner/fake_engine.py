@@ -3,11 +3,13 @@
 So a wrong block table, a missing copy or a block written by two sequences gives wrong tokens, or fails here.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpu_runner.step import Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from gpu_runner.beams import num_candidates
+from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
 from kvmanager.protocol import Layout, SamplingParams, TokenLogprobs
 
 VOCABULARY = 13
@@ -19,6 +21,15 @@ def next_token(history: Sequence[int], choice: int, sampling: SamplingParams, nu
     """What the model says after `history`; no stop token before `min_tokens`, as a sampler does."""
     token = zlib.crc32(bytes(history) + bytes([choice])) % VOCABULARY
     return 2 + token % (VOCABULARY - 2) if num_output < sampling.min_tokens else token
+
+
+def next_logprobs(history: Sequence[int], sampling: SamplingParams, num_output: int) -> list[float]:
+    """What the model thinks of every token after `history`, for beams; steep, so that scores differ."""
+    barred = {EOS, *sampling.stop_token_ids} if num_output < sampling.min_tokens else set()
+    return [
+        -math.inf if token in barred else -1e-6 * (1 + zlib.crc32(bytes([*history, token])) % 4_000_000)
+        for token in range(VOCABULARY)
+    ]
 
 
 def logprob_of(token_id: int) -> TokenLogprobs:
@@ -90,11 +101,23 @@ class FakeEngine:
         history = [self.blocks[table[position // size]][position % size] for position in range(end)]
         assert history == sequence.token_ids[:end], f"start {sequence.start_id} choice {sequence.choice}"
         num_output = end - sequence.num_prompt_tokens
+        beam = sequence.sampling.beam is not None
+        candidates = self._offer(item, num_output) if beam and item.sample_choices else ()
         sampled = tuple(
             Sampled(choice, next_token(sequence.token_ids[:end], choice, sequence.sampling, num_output))
-            for choice in item.sample_choices
+            for choice in (() if beam else item.sample_choices)
         )
         successors = range(item.start + 1, min(end + 1, sequence.num_prompt_tokens))
         return SequenceOutput(
-            sampled, tuple(logprob_of(sequence.token_ids[position]) for position in successors)
+            sampled, tuple(logprob_of(sequence.token_ids[position]) for position in successors), candidates
         )
+
+    def _offer(self, item: Scheduled, num_output: int) -> tuple[Candidate, ...]:
+        """A beam's candidates, no more than the executor gives."""
+        sequence, end = item.sequence, item.start + item.length
+        assert item.sample_choices == (sequence.choice,)
+        logprobs = next_logprobs(sequence.token_ids[:end], sequence.sampling, num_output)
+        offers = [Candidate(token, value) for token, value in enumerate(logprobs) if value > -math.inf]
+        offers.sort(key=lambda offer: -offer.logprob)
+        count = num_candidates(sequence.sampling, self.eos_token_ids)
+        return tuple(offers[:count])

@@ -181,11 +181,13 @@ class FakeManager:
         key = (ended.start_id, ended.choice)
         tokens = self.tokens.pop(key)
         tokens.extend(ended.new_token_ids)
-        assert ended.num_computed_tokens < len(tokens)
+        assert ended.num_computed_tokens <= len(tokens)
         for block_id, _ in self.tables.pop(key):
             self._release(block_id, key)
         job = self.jobs[ended.start_id]
-        if ended.reason == "preempted":
+        if job.sampling.beam is not None:
+            self._beam_ended(job, ended)
+        elif ended.reason == "preempted":
             job.open[ended.choice] = tokens[len(job.prompt) :]
         else:
             del job.open[ended.choice]
@@ -194,6 +196,13 @@ class FakeManager:
                 job.open.clear()
             job.start_id = None
             del self.jobs[ended.start_id]
+
+    def _beam_ended(self, job: Job, ended: Ended) -> None:
+        """What a search has found is not kept: it has its end at once, or starts over."""
+        last = not any(start_id == ended.start_id for start_id, _ in self.tables)
+        assert not last or ended.reason != "dropped", "the last beam is dropped"
+        if last and ended.reason == "finished":
+            job.open.clear()
 
     def _copied(self, copied: Copied) -> None:
         key = (copied.start_id, copied.choice)
