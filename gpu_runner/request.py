@@ -1,13 +1,9 @@
 """What the scheduler knows of a running request beyond what the executor sees of its sequences."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from gpu_runner.step import Sequence
 from kvmanager.protocol import SequenceStart, Start, TokenLogprobs
-
-EndReason = Literal["finished", "cancelled", "preempted", "dropped"]
-"""As in `Ended`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +17,7 @@ class RunningSequence:
     num_told_tokens: int  # tokens that the manager knows
     num_told_blocks: int  # full blocks that the manager was told of
     prompt_logprobs: list[TokenLogprobs] | None  # collected so far; None when not wanted or already sent
+    copy_from: int | None = None  # block that the first step copies into the last one that is partly cached
     planned: int = 0  # tokens that the step in flight computes
     last_step: int = 0  # number of the last step that computed some
 
@@ -35,6 +32,11 @@ class RunningSequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.sequence.token_ids) - self.sequence.num_prompt_tokens
+
+    def first_copy(self) -> tuple[int, int]:
+        """Source and destination of what its first step copies: the last block that is partly cached."""
+        assert self.copy_from is not None
+        return self.copy_from, self.sequence.block_table[self.num_told_blocks]
 
     def untold_tokens(self, end: int) -> tuple[int, ...]:
         """Output tokens before position `end` that the manager does not know; from now on it does."""
@@ -80,6 +82,7 @@ def begin(start: Start, given: SequenceStart, block_size: int, max_model_len: in
     num_prompt, num_given, num_cached = len(start.prompt_token_ids), len(token_ids), given.num_cached_tokens
     story = f"start {start.start_id} choice {given.choice}: {num_given} tokens, {num_cached} cached"
     assert 0 <= num_cached < num_given, f"{story}: at least one must be left to compute"
+    assert (given.copy_from is None) == (num_cached % block_size == 0), f"{story}, from {given.copy_from}"
     assert len(given.block_table) == -(-num_given // block_size), f"{story}, {len(given.block_table)} blocks"
     wants_prompt_logprobs = start.sampling.prompt_logprobs is not None and not given.output_token_ids
     return RunningSequence(
@@ -92,11 +95,12 @@ def begin(start: Start, given: SequenceStart, block_size: int, max_model_len: in
             token_ids,
             [block_id for block_id, _ in given.block_table],
             num_cached,
-            given.forks if start.sampling.beam is None else (),  # a search forks by what it finds
+            given.forks,
         ),
         num_cached_tokens=min(num_cached, num_prompt),
         num_final_tokens=min(num_prompt + start.sampling.max_tokens, max_model_len) - 1,
         num_told_tokens=num_given,
         num_told_blocks=num_cached // block_size,
         prompt_logprobs=[] if wants_prompt_logprobs else None,
+        copy_from=None if given.copy_from is None else given.copy_from[0],
     )

@@ -1,6 +1,8 @@
 """Collects what the manager must be told of a step, in the order in which it applies it."""
 
-from gpu_runner.request import EndReason, RunningSequence
+from typing import Literal
+
+from gpu_runner.request import RunningSequence
 from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, StepReport, Taken
 
 
@@ -18,6 +20,7 @@ class ReportBuilder:
         self._ended: list[Ended] = []
         self._copied: list[Copied] = []
         self._taken: list[Taken] = []
+        self._sources_read: list[tuple[int, int]] = []
 
     def advanced(self, running: RunningSequence) -> None:
         """More of its KV is computed; worth telling once a block is full.
@@ -34,13 +37,17 @@ class ReportBuilder:
     def forked(self, running: RunningSequence, children: tuple[int, ...]) -> None:
         self._forked.append(Forked(*running.key, children))
 
-    def ended(self, running: RunningSequence, reason: EndReason) -> None:
+    def ended(self, running: RunningSequence, reason: Literal["finished", "cancelled", "preempted"]) -> None:
         sequence = running.sequence
         new_token_ids = running.untold_tokens(len(sequence.token_ids))
         self._ended.append(Ended(*running.key, new_token_ids, sequence.num_computed_tokens, reason))
 
     def copied(self, running: RunningSequence, index: int, block: BlockRef) -> None:
         self._copied.append(Copied(*running.key, index, block))
+
+    def source_read(self, running: RunningSequence) -> None:
+        """Its first step has copied what the manager said."""
+        self._sources_read.append(running.key)
 
     def taken(self, running: RunningSequence, block: BlockRef) -> None:
         self._taken.append(Taken(*running.key, (block,)))
@@ -55,6 +62,7 @@ class ReportBuilder:
             tuple(self._taken),
             returned,
             credits_wanted,
+            tuple(self._sources_read),
         )
         if report == StepReport(credits_wanted=self._credits_wanted):
             return None

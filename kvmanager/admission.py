@@ -5,13 +5,13 @@ A request starts with all its sequences or not at all; until everything is known
 changed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvmanager.block_pool import CACHED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Runner
 from kvmanager.protocol import Rejected, SequenceStart, Start
-from kvmanager.requests import ActiveStart, Group, Request, RequestState
+from kvmanager.requests import ActiveStart, Found, Group, Request, RequestState
 from kvmanager.state import State
 
 MAX_BACKOFF = 4  # preemptions after which the room asked for a restart no longer grows
@@ -19,20 +19,42 @@ MAX_BACKOFF = 4  # preemptions after which the room asked for a restart no longe
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a start would take: for each group the blocks that are hits, and how many fresh ones."""
+    """What a start would take: for each group what the cache has of it, and how many fresh blocks."""
 
-    hits: tuple[list[int], ...]
+    found: tuple[Found, ...]
     new_blocks: int
     cached_hits: int  # distinct hits that nobody holds: reusing them takes them from what is available
+    cached_sources: int  # the same of blocks to copy from
 
 
 def plan_start(pool: BlockPool, request: Request) -> Plan:
     """Look everything up; changes nothing."""
     read = request.submit.read_cache
-    hits = tuple(group.lookup(pool, request.salt) if read else [] for group in request.groups)
+    found = tuple(group.lookup(pool, request.salt) if read else Found([]) for group in request.groups)
     total = sum(-(-len(group.tokens) // pool.block_size) for group in request.groups)
-    unheld = {block for found in hits for block in found if pool.state[block] == CACHED}
-    return Plan(hits, total - sum(map(len, hits)), len(unheld))
+    hits = {block for each in found for block in each.blocks}
+    sources = {each.source for each in found if each.num_shared} - hits
+    return Plan(
+        found,
+        total - sum(len(each.blocks) for each in found),
+        num_cached(pool, hits),
+        num_cached(pool, sources),
+    )
+
+
+def num_cached(pool: BlockPool, blocks: set[int]) -> int:
+    """How many of them nobody holds."""
+    return sum(pool.state[block] == CACHED for block in blocks)
+
+
+def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:
+    room = pool.available - (plan.cached_hits + plan.cached_sources if pool.may_evict else 0)
+    return plan.new_blocks + headroom(state, pool, request) <= room
+
+
+def without_copies(plan: Plan) -> Plan:
+    """The plan that computes what it would copy, and so keeps no block to copy from."""
+    return replace(plan, found=tuple(Found(each.blocks) for each in plan.found), cached_sources=0)
 
 
 def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size: int) -> int:
@@ -122,9 +144,10 @@ def admit(state: State) -> None:
         if runner is None:
             return
         plan = plan_start(pool, request)
-        room = pool.available - (plan.cached_hits if pool.may_evict else 0)
-        if plan.new_blocks + headroom(state, pool, request) > room:
-            return
+        if not fits(state, pool, request, plan):
+            plan = without_copies(plan)
+            if any(runner.seats for runner in state.runners) or not fits(state, pool, request, plan):
+                return
         start(state, pool, request, runner, plan)
 
 
@@ -145,17 +168,25 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
     request.active = active
     runner.active[active.start_id] = active
     runner.seats += request.num_choices
-    for group, hits in zip(request.groups, plan.hits, strict=True):
+    for group, found in zip(request.groups, plan.found, strict=True):
         sequence = begin(active, group, pool)
-        sequence.reuse(pool, hits)
+        sequence.reuse(pool, found.blocks)
+        if found.num_shared:
+            sequence.copy_from(pool, found.source, found.num_shared)
         active.sequences[sequence.choice] = sequence
-    count_lookup(state, request, plan, pool.block_size)
+    count_lookup(state, request, active)
     starts = []
     for group, sequence in zip(request.groups, active.sequences.values(), strict=True):
         sequence.grow(pool, -(-len(group.tokens) // pool.block_size))
-        table = tuple(pool.ref(block) for block in sequence.table)
         starts.append(
-            SequenceStart(sequence.choice, group.output, table, sequence.num_computed, sequence.pending_forks)
+            SequenceStart(
+                sequence.choice,
+                group.output,
+                tuple(pool.ref(block) for block in sequence.table),
+                sequence.num_computed,
+                sequence.pending_forks,
+                None if sequence.source is None else pool.ref(sequence.source),
+            )
         )
     submit = request.submit
     runner.outbox.starts.append(
@@ -184,9 +215,10 @@ def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:
     )
 
 
-def count_lookup(state: State, request: Request, plan: Plan, block_size: int) -> None:
+def count_lookup(state: State, request: Request, active: ActiveStart) -> None:
     """Once per request, however often it waited, was preempted or resubmitted."""
     if request.submit.read_cache and not request.counted:
         state.counters.prefix_cache_queries += len(request.prompt)
-        state.counters.prefix_cache_hits += min(len(plan.hits[0]) * block_size, len(request.prompt))
+        first = next(iter(active.sequences.values()))
+        state.counters.prefix_cache_hits += min(first.num_computed, len(request.prompt))
     request.counted = True

@@ -4,6 +4,9 @@
      ▲                 │ release          ▲──────────hold──────────┘
      └─────────────────┴── QUARANTINED (a writer that may still live)
 
+A sealed block is full, or partial: the tail of a sequence that has ended. A partial one is found only as a
+child of its parent, to copy from; it is never written again.
+
 Everything about a block is in parallel lists indexed by its id. Each change of state is one method here; it
 keeps the queues, the index and the ledger in step, and notes the block in `changed`:
 its record must be written before any message that depends on it leaves.
@@ -11,6 +14,7 @@ its record must be written before any message that depends on it leaves.
 
 from typing import NamedTuple
 
+from kvmanager.children import Children
 from kvmanager.free_queue import FreeQueue
 from kvmanager.hashing import NO_SALT, TOKEN_BYTES, block_hash, root_hash
 from kvmanager.ledger import Holder, Ledger
@@ -42,10 +46,12 @@ class BlockPool:
     """All blocks of one layout. New: every block is free."""
 
     __slots__ = (
+        "block_bytes",
         "block_hash",
         "block_size",
         "cached",
         "changed",
+        "children",
         "counts",
         "evictions",
         "free",
@@ -68,6 +74,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.layout = layout
         self.block_size = layout.block_size
+        self.block_bytes = layout.block_size * TOKEN_BYTES  # of a full block's packed tokens
         self.root = root_hash(layout)
         self.state = [FREE] * num_blocks
         self.generation = [0] * num_blocks
@@ -80,6 +87,7 @@ class BlockPool:
         self.free = FreeQueue(num_blocks)
         self.cached = FreeQueue(num_blocks)
         self.index = PrefixIndex()
+        self.children = Children()
         self.ledger = Ledger(num_blocks)
         self.counts = [num_blocks, 0, 0, 0, 0]
         self.changed: set[int] = set()
@@ -116,9 +124,9 @@ class BlockPool:
         return block
 
     def seal(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
-        """The block is full and never written again: from now on it is found. Returns its hash."""
+        """The block is never written again, full or not: from now on it is found. Returns its hash."""
         assert self.state[block] == RESERVED
-        assert len(tokens) == self.block_size * TOKEN_BYTES
+        assert 0 < len(tokens) <= self.block_bytes
         digest = block_hash(parent_hash, tokens, salt)
         self.block_hash[block] = digest
         self.parent_hash[block] = parent_hash
@@ -127,8 +135,18 @@ class BlockPool:
         self.sealed_at[block] = now
         self._move(block, SEALED)
         self.index.add(digest, block)
+        key = parent_hash + salt
+        if self.children.add(key, tokens, block):
+            for other in self.children.beginnings(key, tokens):
+                if self.state[other] == CACHED and self.is_partial(other):
+                    self.cached.remove(other)
+                    self.cached.prepend(other)
         self.changed.add(block)
         return digest
+
+    def is_partial(self, block: int) -> bool:
+        """Whether it is sealed with less than a full block of tokens."""
+        return 0 < len(self.tokens[block]) < self.block_bytes
 
     def find(self, digest: bytes, parent_hash: bytes, tokens: bytes) -> int | None:
         """The block with this content. What it holds is compared too: a hash alone is never trusted."""
@@ -150,12 +168,19 @@ class BlockPool:
         self.ledger.replace(block, holder, successor)
 
     def release(self, block: int, holder: Holder) -> None:
-        """`holder` no longer needs the block. After the last one it is cached if it is sealed, else free."""
+        """`holder` no longer needs the block. After the last one it is cached if it is sealed, else free.
+
+        It is evicted after all that are cached now; but a partial one that a sibling covers, before them.
+        """
         if not self.ledger.remove(block, holder):
             return
         if self.state[block] == SEALED:
             self._move(block, CACHED)
-            self.cached.append(block)
+            tokens = self.tokens[block]
+            if len(tokens) < self.block_bytes and self.children.is_covered(self._key(block), tokens, block):
+                self.cached.prepend(block)
+            else:
+                self.cached.append(block)
         else:
             self._move(block, FREE)
             self.owner_tag[block] = NO_OWNER
@@ -179,6 +204,7 @@ class BlockPool:
         self.sealed_at[block] = record.sealed_at
         self._move(block, CACHED)
         self.index.add(record.block_hash, block)
+        self.children.add(record.parent_hash + record.salt, record.tokens, block)
         self.cached.append(block)
 
     def restore_quarantined(self, block: int, holder: Holder) -> None:
@@ -213,8 +239,12 @@ class BlockPool:
 
     def _forget_content(self, block: int) -> None:
         self.index.remove(self.block_hash[block], block)
+        self.children.remove(self._key(block), self.tokens[block], block)
         self.block_hash[block] = self.parent_hash[block] = NO_HASH
         self.tokens[block] = self.salt[block] = b""
+
+    def _key(self, block: int) -> bytes:
+        return self.parent_hash[block] + self.salt[block]
 
     def _move(self, block: int, state: int) -> None:
         counts = self.counts

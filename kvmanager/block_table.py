@@ -12,7 +12,8 @@ from kvmanager.ledger import Holder
 class Sequence(Holder):
     """One token stream of a started request. `table[i]` holds tokens [i·block_size, (i+1)·block_size).
 
-    Blocks before `num_sealed` are sealed, the others are being written by the runner alone.
+    Blocks before `num_sealed` are sealed, the others are being written by the runner alone. `source` is the
+    block whose first tokens the runner is to copy into the first of those; it is held until that is done.
     """
 
     __slots__ = (
@@ -22,6 +23,7 @@ class Sequence(Holder):
         "num_sealed",
         "pending_forks",
         "salt",
+        "source",
         "start_id",
         "table",
         "tokens",
@@ -47,6 +49,7 @@ class Sequence(Holder):
         self.num_computed = 0  # tokens
         self.last_hash = root  # of block num_sealed - 1
         self.pending_forks = pending_forks
+        self.source: int | None = None
 
     def describe(self) -> str:
         return f"sequence {self.choice} of start {self.start_id}"
@@ -60,6 +63,18 @@ class Sequence(Holder):
             self.last_hash = pool.block_hash[block]
         self.num_sealed = len(self.table)
         self.num_computed = self.num_sealed * pool.block_size
+
+    def copy_from(self, pool: BlockPool, source: int, num_tokens: int) -> None:
+        """Take this many tokens more from a block that shares only them."""
+        pool.hold(source, self)
+        self.source = source
+        self.num_computed += num_tokens
+
+    def copied(self, pool: BlockPool) -> None:
+        """The runner has copied from `source`."""
+        assert self.source is not None
+        pool.release(self.source, self)
+        self.source = None
 
     def grow(self, pool: BlockPool, num_blocks: int) -> None:
         """Grant fresh blocks until the table has `num_blocks`."""
@@ -86,7 +101,21 @@ class Sequence(Holder):
         child.num_computed = self.num_computed
         return child
 
+    def seal_tail(self, pool: BlockPool, now: float) -> None:
+        """The runner no longer writes: seal what there is of a block, unless others go on writing there, or
+        its beginning was not copied.
+        """
+        start = self.num_sealed * pool.block_size
+        if start == self.num_computed or self.source is not None:
+            return
+        block = self.table[self.num_sealed]
+        if pool.ledger.ref_count(block) == 1:
+            tokens = self.tokens[start : self.num_computed].tobytes()
+            pool.seal(block, self.last_hash, tokens, self.salt, now)
+
     def release(self, pool: BlockPool) -> None:
         """Let go of every block, the last one first: so a chain is evicted from its tail."""
+        if self.source is not None:
+            self.copied(pool)
         while self.table:
             pool.release(self.table.pop(), self)

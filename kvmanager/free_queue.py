@@ -43,6 +43,16 @@ class FreeQueue:
         self._previous[self._head] = block
         self._length += 1
 
+    def prepend(self, block: int) -> None:
+        """Add `block` as the first; it must not be in the queue."""
+        assert self._next[block] == _ABSENT, f"block {block} is already in the queue"
+        first = self._next[self._head]
+        self._next[self._head] = block
+        self._previous[block] = self._head
+        self._next[block] = first
+        self._previous[first] = block
+        self._length += 1
+
     def remove(self, block: int) -> None:
         """Take `block` out; it must be in the queue."""
         following = self._next[block]

@@ -44,6 +44,7 @@ def name_of(pool: BlockPool, block: int) -> str:
 
 def _index(pool: BlockPool) -> Iterator[str]:
     indexed = {block: digest for digest, blocks in pool.index.entries().items() for block in blocks}
+    children = pool.children.entries()
     for block in range(pool.num_blocks):
         sealed = pool.state[block] in (SEALED, CACHED)
         if sealed != (block in indexed) or (sealed and indexed[block] != pool.block_hash[block]):
@@ -52,8 +53,14 @@ def _index(pool: BlockPool) -> Iterator[str]:
             yield f"block {block} is {name_of(pool, block)} and has a hash or tokens"
         if sealed:
             digest = block_hash(pool.parent_hash[block], pool.tokens[block], pool.salt[block])
-            if digest != pool.block_hash[block] or len(pool.tokens[block]) != pool.block_size * TOKEN_BYTES:
+            length = len(pool.tokens[block])
+            if digest != pool.block_hash[block] or not 0 < length <= pool.block_size * TOKEN_BYTES:
                 yield f"block {block} has a hash that is not that of its content"
+            content = (pool.parent_hash[block] + pool.salt[block], pool.tokens[block])
+            if children.pop(block, None) != content:
+                yield f"block {block} is not the child that it should be"
+    for block in children:
+        yield f"block {block} is {name_of(pool, block)} and a child"
 
 
 def _ledger(state: State, pool: BlockPool) -> Iterator[str]:
@@ -64,7 +71,7 @@ def _ledger(state: State, pool: BlockPool) -> Iterator[str]:
             expected.setdefault(block, []).append(runner)
     for active in state.actives():
         for sequence in active.sequences.values():
-            for block in sequence.table:
+            for block in (*sequence.table, *(() if sequence.source is None else (sequence.source,))):
                 expected.setdefault(block, []).append(sequence)
     for quarantine in state.quarantines.values():
         for block in quarantine.blocks:

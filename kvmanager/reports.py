@@ -1,7 +1,7 @@
 """Step reports: first checked as a whole, then applied as a whole. A report with any fault changes nothing.
 
-The check follows the report's order (progress, forks, ends, copies, credits taken, credits returned) on
-notes of its own; what it lets through, the second half applies without looking again.
+The check follows the report's order (sources read, progress, forks, ends, copies, credits taken, credits
+returned) on notes of its own; what it lets through, the second half applies without looking again.
 """
 
 from kvmanager.block_pool import RESERVED, BlockPool
@@ -35,7 +35,7 @@ class InvalidReport(Exception):
 class ReportCheck:
     """One report on its way through the check."""
 
-    __slots__ = ("_born", "_ended", "_notes", "_pool", "_runner", "_sharing", "_spent")
+    __slots__ = ("_born", "_ended", "_notes", "_pool", "_read", "_runner", "_sharing", "_spent")
 
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
         self._runner = runner
@@ -45,9 +45,12 @@ class ReportCheck:
         self._sharing: set[Key] = set()  # forked in this report, or forked off
         self._ended: set[Key] = set()
         self._spent: set[int] = set()  # credits used or returned
+        self._read: set[Sequence] = set()  # that have copied from their source
 
     def check(self, report: StepReport) -> None:
         """Raises InvalidReport."""
+        for key in report.sources_read:
+            self._copied(key)
         for progress in report.progress:
             self._advance(progress)
         for forked in report.forked:
@@ -78,6 +81,12 @@ class ReportCheck:
     def _so_far(self, key: Key, sequence: Sequence) -> tuple[int, int]:
         return self._notes.get(key) or (len(sequence.tokens), sequence.num_computed)
 
+    def _copied(self, key: Key) -> None:
+        sequence = self._find(key)
+        if sequence.source is None or sequence in self._read:
+            raise InvalidReport(f"sequence {key[1]} of start {key[0]} has nothing to copy from")
+        self._read.add(sequence)
+
     def _advance(self, item: Progress | Ended) -> None:
         key = (item.start_id, item.choice)
         sequence = self._find(key)
@@ -91,6 +100,8 @@ class ReportCheck:
                 f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
                 f"in {len(sequence.table)} blocks"
             )
+        if sequence.source is not None and computed > before and sequence not in self._read:
+            raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
         filled = sequence.table[before // size : computed // size]
         for block in filled:
             if key in self._sharing or self._pool.ledger.ref_count(block) != 1:
@@ -138,6 +149,8 @@ def name(item: Progress | Ended | Copied | Taken) -> str:
 def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now: float) -> None:
     """Apply a report that `ReportCheck` has let through."""
     active = runner.active
+    for start_id, choice in report.sources_read:
+        active[start_id].sequences[choice].copied(pool)
     for progress in report.progress:
         sequence = active[progress.start_id].sequences[progress.choice]
         sequence.advance(pool, progress.new_token_ids, progress.num_computed_tokens, now)
@@ -158,7 +171,7 @@ def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now
         runner.credits.remove(block)
         pool.release(block, runner)
     runner.credits_wanted = report.credits_wanted
-    if report.ended or report.copied or report.returned:
+    if report.ended or report.copied or report.returned or report.sources_read:
         state.admission_due = True
 
 
@@ -186,15 +199,15 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
     """Take one sequence's blocks back; with the last one, the start is over."""
     sequence = active.sequences.pop(item.choice)
     sequence.advance(pool, item.new_token_ids, item.num_computed_tokens, now)
+    sequence.seal_tail(pool, now)
     choices = (sequence.choice, *sequence.pending_forks)
     active.runner.seats -= len(choices)
     output = tuple(sequence.tokens[len(active.request.prompt) :])
-    submit, runner = active.request.submit, active.runner
-    if item.reason == "preempted" and submit.sampling.beam is not None:
-        active.resume = list(submit.choices)  # a search starts over
-    elif item.reason == "preempted" and len(output) < submit.sampling.max_tokens:
+    if item.reason == "preempted" and len(output) < active.request.submit.sampling.max_tokens:
         active.resume.extend(Choice(choice, output) for choice in choices)
-    elif item.reason != "dropped":
+    else:
+        submit = active.request.submit
+        runner = active.runner
         runner.finished.append((active.request.frontend.client_id, submit.request_id, submit.attempt))
     sequence.release(pool)
     if not active.sequences:

@@ -4,6 +4,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum, auto
+from typing import NamedTuple
 
 from kvmanager.block_pool import BlockPool
 from kvmanager.block_table import Sequence
@@ -28,6 +29,14 @@ class StartState(Enum):
     PREEMPTING = auto()
 
 
+class Found(NamedTuple):
+    """What the cache has of a text: full blocks, then the first `num_shared` tokens of `source`."""
+
+    blocks: list[int]
+    source: int = 0
+    num_shared: int = 0
+
+
 class Group:
     """Choices of a request with equal output so far: they start as one sequence and fork later."""
 
@@ -39,7 +48,7 @@ class Group:
         self.tokens = prompt + token_array(output)
         self._hashes: list[bytes] = []  # of the first blocks, as far as they were asked for
 
-    def lookup(self, pool: BlockPool, salt: bytes) -> list[int]:
+    def lookup(self, pool: BlockPool, salt: bytes) -> Found:
         """Blocks that hold this group's first tokens, in order; the last token is left to be computed."""
         size = pool.block_size
         found: list[int] = []
@@ -53,7 +62,8 @@ class Group:
                 break
             found.append(block)
             parent = self._hashes[index]
-        return found
+        rest = self.tokens[len(found) * size : min((len(found) + 1) * size, len(self.tokens) - 1)]
+        return Found(found, *pool.children.most_alike(parent + salt, rest.tobytes()))
 
 
 class Request:

@@ -49,9 +49,9 @@ def restore_pool(
 
 
 def is_content(pool: BlockPool, record: BlockRecord) -> bool:
-    """Whether the record's hash is that of its tokens."""
-    full = len(record.tokens) == pool.block_size * TOKEN_BYTES
-    return full and block_hash(record.parent_hash, record.tokens, record.salt) == record.block_hash
+    """Whether the record's hash is that of its tokens, a full block of them or a sequence's tail."""
+    fits = 0 < len(record.tokens) <= pool.block_size * TOKEN_BYTES
+    return fits and block_hash(record.parent_hash, record.tokens, record.salt) == record.block_hash
 
 
 def eviction_order(sealed: dict[int, BlockRecord]) -> list[int]:

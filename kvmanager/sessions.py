@@ -141,7 +141,8 @@ def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now:
     assert pool is not None
     lost: dict[int, list[tuple[str, int]]] = {}
     sequences = [sequence for active in runner.active.values() for sequence in active.sequences.values()]
-    for block in (*runner.credits, *(block for sequence in sequences for block in sequence.table)):
+    read = [sequence.source for sequence in sequences if sequence.source is not None]
+    for block in (*runner.credits, *read, *(block for sequence in sequences for block in sequence.table)):
         if quarantine is not None and quarantine not in pool.ledger.holders(block):
             pool.hold(block, quarantine)
             quarantine.blocks.append(block)

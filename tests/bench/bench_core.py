@@ -73,6 +73,7 @@ class Bench:
         self.credits: deque[BlockRef] = deque()
         self.wanted = 0
         self.facts: tuple[list[Progress], list[Ended], list[Taken]] = ([], [], [])
+        self.sources_read: list[tuple[int, int]] = []
         self.seconds = self.record_seconds = 0.0
         self.submitted = self.reports = self.silent = self.sat_out = 0
         self.call(self.runner, Ready())
@@ -99,6 +100,8 @@ class Bench:
             if isinstance(answer, Directives):
                 self.credits.extend(answer.credits)
                 self.streams.extend(Stream(start) for start in answer.starts)
+                starts = (start for start in answer.starts if start.sequences[0].copy_from)
+                self.sources_read.extend((start.start_id, 0) for start in starts)
 
     def submit(self) -> None:
         self.submitted += 1
@@ -116,11 +119,19 @@ class Bench:
         ready = [stream for stream in self.streams if self.has_room(stream, taken)]
         wanted = self.look_ahead()
         returned = tuple(self.credits.pop() for _ in range(len(self.credits) - wanted))
-        if progress or ended or taken or returned or wanted != self.wanted:
+        if progress or ended or taken or returned or self.sources_read or wanted != self.wanted:
             self.wanted = wanted
             report = StepReport(
-                tuple(progress), (), tuple(ended), (), tuple(taken), returned, credits_wanted=wanted
+                tuple(progress),
+                (),
+                tuple(ended),
+                (),
+                tuple(taken),
+                returned,
+                wanted,
+                tuple(self.sources_read),
             )
+            self.sources_read.clear()
             self.facts = ([], [], [])
             self.reports += 1
             self.call(self.runner, report)

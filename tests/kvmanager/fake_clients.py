@@ -156,6 +156,7 @@ class FakeSequence:
         self.computed = computed
         self.told = len(tokens)
         self.forks: tuple[int, ...] = ()
+        self.source: int | None = None  # to copy from before anything is computed
 
     @property
     def key(self) -> tuple[int, int]:
@@ -190,6 +191,7 @@ class FakeRunner(Process):
             "ended": [],
             "copied": [],
             "taken": [],
+            "sources_read": [],
         }
         self.last_wanted = 0
 
@@ -226,6 +228,7 @@ class FakeRunner(Process):
                 table = [block for block, _ in given.block_table]
                 sequence = FakeSequence(start, given.choice, tokens, table, given.num_cached_tokens)
                 sequence.forks = given.forks
+                sequence.source = None if given.copy_from is None else given.copy_from[0]
                 self.sequences[sequence.key] = sequence
         for reason, start_ids in (("cancelled", directives.cancels), ("preempted", directives.preempts)):
             for sequence in list(self.sequences.values()):
@@ -234,8 +237,11 @@ class FakeRunner(Process):
 
     def end(self, sequence: FakeSequence, reason: Any) -> None:
         new = sequence.untold(len(sequence.tokens))
+        shared = any(
+            sequence.table[-1] in other.table for other in self.sequences.values() if other is not sequence
+        )
+        self.world.sealed(self, sequence, tail=sequence.source is None and not shared)
         self.facts["ended"].append(Ended(*sequence.key, new, sequence.computed, reason))
-        self.world.sealed(self, sequence)
         del self.sequences[sequence.key]
 
     def make_room(self, sequence: FakeSequence) -> bool:
@@ -271,6 +277,11 @@ class FakeRunner(Process):
 
     def compute(self, sequence: FakeSequence) -> None:
         """Write the KV of all known tokens, then draw the next one for the sequence and for each fork."""
+        if sequence.source is not None:
+            tail = sequence.table[sequence.computed // BLOCK_SIZE]
+            self.world.cells[tail][:] = self.world.cells[sequence.source]
+            sequence.source = None
+            self.facts["sources_read"].append(sequence.key)
         before = sequence.computed // BLOCK_SIZE
         for position in range(sequence.computed, len(sequence.tokens)):
             block = sequence.table[position // BLOCK_SIZE]

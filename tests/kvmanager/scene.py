@@ -88,7 +88,8 @@ class Scene:
         ended = tuple(
             Ended(start.start_id, sequence.choice, new, computed, reason) for sequence in start.sequences
         )
-        self.send(runner, StepReport(ended=ended))
+        read = tuple((start.start_id, s.choice) for s in start.sequences if s.copy_from is not None)
+        self.send(runner, StepReport(ended=ended, sources_read=read))
 
     def credits(self, runner: int) -> list[tuple[int, int]]:
         """Credits that came since the last look."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvmanager.block_pool import CACHED, FREE, SEALED
+from kvmanager.block_pool import CACHED, SEALED
 from kvmanager.protocol import (
     Accepted,
     Choice,
@@ -48,20 +48,21 @@ def test_a_request_is_accepted_started_and_ended() -> None:
     assert (start.request_id, start.token_endpoint, sequence.num_cached_tokens) == ("a", "ipc:///f", 0)
     assert len(sequence.block_table) == 3
     scene.end(runner, start, 10, new=(2, 2))
-    assert [scene.pool.state[block] for block, _ in sequence.block_table] == [CACHED, CACHED, FREE]
+    assert [scene.pool.state[block] for block, _ in sequence.block_table] == [CACHED] * 3
 
 
-def test_a_repeated_prompt_hits_full_blocks_and_computes_its_last_token() -> None:
+def test_a_repeated_prompt_hits_all_but_its_last_token() -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
     first = scene.run(frontend, runner, submission("a", [1, 2, 3, 4, 5, 6, 7, 8]))
     again = scene.run(frontend, runner, submission("b", [1, 2, 3, 4, 5, 6, 7, 8]))
-    assert again.num_cached_tokens == 4
+    assert (again.num_cached_tokens, again.copy_from) == (7, first.block_table[1])
     assert again.block_table[0] == first.block_table[0]
+    assert again.block_table[1] != first.block_table[1]
     longer = scene.run(frontend, runner, submission("c", [1, 2, 3, 4, 5, 6, 7, 8, 9]))
     assert longer.num_cached_tokens == 8
     state = scene.core.state
-    assert (state.counters.prefix_cache_queries, state.counters.prefix_cache_hits) == (25, 12)
+    assert (state.counters.prefix_cache_queries, state.counters.prefix_cache_hits) == (25, 15)
 
 
 def test_two_runners_share_what_either_has_computed() -> None:
@@ -103,15 +104,13 @@ def test_a_hash_alone_is_never_trusted() -> None:
 
 
 def test_eviction_takes_the_least_recent_chain_from_its_tail() -> None:
-    scene = Scene(6)
+    scene = Scene(8)
     runner, frontend = scene.runner(), scene.frontend()
     old = scene.run(frontend, runner, submission("a", [1] * 9, max_tokens=1))
     new = scene.run(frontend, runner, submission("b", [2] * 9, max_tokens=1))
-    assert list(scene.pool.cached) == [
-        block for block, _ in (*old.block_table[1::-1], *new.block_table[1::-1])
-    ]
-    scene.run(frontend, runner, submission("c", [3] * 9, max_tokens=1))
-    assert scene.pool.evictions == 1
+    assert list(scene.pool.cached) == [block for block, _ in (*old.block_table[::-1], *new.block_table[::-1])]
+    scene.run(frontend, runner, submission("c", [3] * 13, max_tokens=1))
+    assert scene.pool.evictions == 2
     assert scene.run(frontend, runner, submission("d", [1] * 9, max_tokens=1)).num_cached_tokens == 4
 
 
@@ -151,9 +150,9 @@ def test_evicting_one_of_two_copies_keeps_the_hit() -> None:
     assert one.block_table != other.block_table
     scene.end(runner, start, 5)
     scene.end(runner, other_start, 5)
-    assert len(scene.pool.cached) == 2
+    assert len(scene.pool.cached) == 4
     scene.run(frontend, runner, submission("c", [2] * 20, max_tokens=1))
-    assert scene.pool.evictions == 1
+    assert scene.pool.evictions == 3
     assert scene.run(frontend, runner, submission("d", [1] * 5, max_tokens=2)).num_cached_tokens == 4
 
 

@@ -41,6 +41,8 @@ DAMAGE: dict[str, tuple[Callable[[Scene], object], str]] = {
     "not in the index": (lambda s: s.pool.index.remove(s.pool.block_hash[0], 0), "the index says otherwise"),
     "content of a free block": (lambda s: s.pool.tokens.__setitem__(7, b"x"), "has a hash or tokens"),
     "hash": (lambda s: s.pool.tokens.__setitem__(0, bytes(16)), "not that of its content"),
+    "children": (lambda s: s.pool.children.remove(s.pool.root, s.pool.tokens[0], 0), "the child"),
+    "a stray child": (lambda s: s.pool.children.add(b"", b"", 7), "and a child"),
     "ledger": (lambda s: running(s).table.pop(), "is held by"),
     "eviction": (lambda s: setattr(s.pool, "may_evict", False), "may_evict"),
     "clients": (lambda s: s.core.state.by_lock.clear(), "clients by lock"),

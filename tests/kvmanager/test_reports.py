@@ -123,7 +123,7 @@ def test_a_child_may_end_in_the_report_of_its_birth() -> None:
     scene, runner, _, start, _ = prepared()
     ended = tuple(Ended(start.start_id, choice, (choice,), 6, "finished") for choice in (0, 1))
     scene.send(runner, StepReport(forked=(Forked(start.start_id, 0, (1,)),), ended=ended))
-    assert scene.pool.counts == [12, 3, 0, 1, 0]
+    assert scene.pool.counts == [11, 3, 0, 2, 0]
     assert not scene.core.state.actives()
 
 

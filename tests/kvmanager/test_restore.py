@@ -98,15 +98,15 @@ def pool_of(core: Core) -> BlockPool:
 def test_a_cold_start_with_everyone_dead_keeps_what_is_sealed() -> None:
     core = start(worked(), ())
     pool = pool_of(core)
-    assert (pool.counts[CACHED], pool.counts[FREE], pool.may_evict) == (3, 5, True)
+    assert (pool.counts[CACHED], pool.counts[FREE], pool.may_evict) == (4, 4, True)
     assert pool.available == 8
 
 
 def test_blocks_of_a_live_writer_are_quarantined_until_it_uses_a_session() -> None:
     core = start(worked(), ("r", "f"))
     pool = pool_of(core)
-    assert (pool.counts[CACHED], pool.counts[QUARANTINED], pool.may_evict) == (3, 2, False)
-    assert pool.available == 3
+    assert (pool.counts[CACHED], pool.counts[QUARANTINED], pool.may_evict) == (4, 2, False)
+    assert pool.available == 2
     core.process_died(0.0, "f")
     assert pool.counts[QUARANTINED] == 2
     core.hello(0.0, RunnerHello(PROTOCOL_VERSION, "r", "r", LAYOUT, 8, 100))
@@ -122,7 +122,7 @@ def test_a_live_writers_death_frees_its_blocks() -> None:
 
 def test_blocks_of_a_dead_writer_are_free_though_others_live() -> None:
     core = start(worked(), ("f",))
-    assert (pool_of(core).counts[QUARANTINED], pool_of(core).counts[FREE]) == (0, 5)
+    assert (pool_of(core).counts[QUARANTINED], pool_of(core).counts[FREE]) == (0, 4)
 
 
 def test_damaged_records_wait_for_every_survivor() -> None:
@@ -134,11 +134,11 @@ def test_damaged_records_wait_for_every_survivor() -> None:
     found[sealed[1]] = wrong._replace(tokens=bytes(16))
     core = start(found, ("f", "g"))
     pool = pool_of(core)
-    assert (pool.counts[CACHED], pool.counts[QUARANTINED]) == (1, 2)
+    assert (pool.counts[CACHED], pool.counts[QUARANTINED]) == (2, 2)
     core.process_died(0.0, "f")
     assert pool.counts[QUARANTINED] == 2
     core.process_died(0.0, "g")
-    assert (pool.counts[QUARANTINED], pool.counts[FREE]) == (0, 7)
+    assert (pool.counts[QUARANTINED], pool.counts[FREE]) == (0, 6)
     assert audit(core.state) == []
 
 
@@ -171,7 +171,7 @@ def test_tails_are_evicted_before_heads_and_old_chains_before_new_ones() -> None
     pool, _ = restore_pool(LAYOUT, found, ())
     tables = [[block for block, _ in sequence.block_table] for sequence in (old, new, more)]
     assert tables[2][:2] == tables[0][:2]
-    assert list(pool.cached) == [tables[1][1], tables[1][0], tables[2][2], tables[2][1], tables[2][0]]
+    assert list(pool.cached) == [tables[0][2], *tables[1][::-1], *tables[2][::-1]]
 
 
 def test_two_copies_survive_and_one_is_found() -> None:
@@ -182,7 +182,7 @@ def test_two_copies_survive_and_one_is_found() -> None:
     scene.end(runner, first, 5)
     scene.end(runner, second, 5)
     core = start([scene.pool.record(block) for block in range(16)], ())
-    assert (pool_of(core).counts[CACHED], len(pool_of(core).index)) == (2, 1)
+    assert (pool_of(core).counts[CACHED], len(pool_of(core).index)) == (4, 2)
 
 
 def test_owner_tags_tell_processes_apart() -> None:

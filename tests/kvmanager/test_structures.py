@@ -18,13 +18,16 @@ from kvmanager.requests import Request, WaitingQueue
 from tests.kvmanager.fake_clients import LAYOUT, submission
 
 
-@given(st.lists(st.tuples(st.sampled_from(["append", "remove", "pop"]), st.integers(0, 7))))
+@given(st.lists(st.tuples(st.sampled_from(["append", "prepend", "remove", "pop"]), st.integers(0, 7))))
 def test_free_queue_is_a_list_in_order(operations: list[tuple[str, int]]) -> None:
     queue, naive = FreeQueue(8), list[int]()
     for operation, block in operations:
         if operation == "append" and block not in naive:
             queue.append(block)
             naive.append(block)
+        elif operation == "prepend" and block not in naive:
+            queue.prepend(block)
+            naive.insert(0, block)
         elif operation == "remove" and block in naive:
             queue.remove(block)
             naive.remove(block)

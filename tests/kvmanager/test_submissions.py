@@ -54,7 +54,7 @@ def test_a_cancel_names_its_attempt_and_blocks_wait_for_the_acknowledgement() ->
     assert directives.cancels == (start.start_id,)
     assert scene.pool.counts[FREE] == 13
     scene.end(runner, start, 10, "cancelled")
-    assert (scene.pool.counts[FREE], scene.pool.counts[CACHED]) == (14, 2)
+    assert (scene.pool.counts[FREE], scene.pool.counts[CACHED]) == (13, 3)
 
 
 def test_a_waiting_request_can_be_cancelled() -> None:

@@ -119,13 +119,16 @@ class World:
 
     # --- what must be true ------------------------------------------------------------------------------
 
-    def sealed(self, runner: FakeRunner, sequence: FakeSequence) -> None:
-        """Noted when the runner has filled blocks; true from its next report on."""
+    def sealed(self, runner: FakeRunner, sequence: FakeSequence, tail: bool = False) -> None:
+        """Noted when the runner has filled blocks, or left a tail; true from its next report on."""
         salt, _ = self.salts[(sequence.start.token_endpoint, sequence.start.request_id)]
         notes = self.unsent.setdefault(runner.name, [])
         for index in range(sequence.computed // BLOCK_SIZE):
             prefix = tuple(sequence.tokens[: (index + 1) * BLOCK_SIZE])
             notes.append((sequence.table[index], (salt, prefix)))
+        if tail and sequence.computed % BLOCK_SIZE:
+            block = sequence.table[sequence.computed // BLOCK_SIZE]
+            notes.append((block, (salt, tuple(sequence.tokens[: sequence.computed]))))
 
     def check_start(self, start: Start) -> None:
         """Its hits are those that the naive model finds, and every hit holds exactly the right tokens."""
@@ -138,14 +141,39 @@ class World:
                 if (salt, tokens[: (hits + 1) * BLOCK_SIZE]) not in findable:
                     break
                 hits += 1
-            assert sequence.num_cached_tokens == hits * BLOCK_SIZE, (start, hits)
+            shared = self.longest_tail(salt, tokens, hits * BLOCK_SIZE) if read_cache else 0
+            if shared and not sequence.num_cached_tokens % BLOCK_SIZE:
+                self.check_copies_given_up(start)
+                shared = 0
+            assert sequence.num_cached_tokens == hits * BLOCK_SIZE + shared, (start, hits, shared)
             assert len(sequence.block_table) == -(-len(tokens) // BLOCK_SIZE)
+            assert (sequence.copy_from is not None) == (shared > 0)
+            holding = [block for block, _ in sequence.block_table[:hits]]
+            holding += [sequence.copy_from[0]] if sequence.copy_from else []
             for position in range(sequence.num_cached_tokens):
-                block = sequence.block_table[position // BLOCK_SIZE][0]
-                assert self.cells[block][position % BLOCK_SIZE] == tokens[: position + 1]
+                cell = self.cells[holding[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+                assert cell == tokens[: position + 1]
         for sequence in start.sequences:
             for block, _ in sequence.block_table[sequence.num_cached_tokens // BLOCK_SIZE :]:
                 self.content.pop(block, None)
+
+    def longest_tail(self, salt: str, tokens: tuple[int, ...], start: int) -> int:
+        """How many tokens from `start` on, but for the last, some block that follows there begins with."""
+        most = 0
+        for other_salt, prefix in self.content.values():
+            if other_salt == salt and start < len(prefix) <= start + BLOCK_SIZE:
+                same = 0
+                while same < min(len(prefix), len(tokens) - 1) and prefix[same] == tokens[same]:
+                    same += 1
+                most = max(most, same - start)
+        return most
+
+    def check_copies_given_up(self, start: Start) -> None:
+        """Only where the block to copy from has to be evicted, as nothing else runs that could make room."""
+        state = self.core.state
+        assert state.pool is not None
+        assert state.actives()[0].start_id == start.start_id
+        assert state.pool.available < len(start.sequences)
 
     def check(self) -> None:
         assert audit(self.core.state) == []
@@ -158,14 +186,19 @@ class World:
             if pool.block_hash[block]:
                 assert block in self.content, f"block {block} is findable and the model does not know it"
                 prefix = self.content[block][1]
-                assert self.cells[block] == [
-                    prefix[: len(prefix) - BLOCK_SIZE + i + 1] for i in range(BLOCK_SIZE)
-                ]
+                first = (len(prefix) - 1) // BLOCK_SIZE * BLOCK_SIZE
+                right = [prefix[: end + 1] for end in range(first, len(prefix))]
+                assert self.cells[block][: len(right)] == right, f"block {block}"
         for process in self.processes.values():
             if isinstance(process, FakeRunner):
                 for sequence in process.sequences.values():
                     for position in range(sequence.computed):
                         block = sequence.table[position // BLOCK_SIZE]
+                        if (
+                            sequence.source is not None
+                            and position // BLOCK_SIZE == sequence.computed // BLOCK_SIZE
+                        ):
+                            block = sequence.source
                         assert self.cells[block][position % BLOCK_SIZE] == tuple(
                             sequence.tokens[: position + 1]
                         )

@@ -47,6 +47,16 @@ def check_starts(cells: list[list[int]], disk: Disk, directives: Directives, sal
                 packed = token_array(tokens[part]).tobytes()
                 assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
                 assert record is None or (record.salt, record.tokens) == (salt, packed), f"{start}: {record}"
+            tail = right[len(tokens) // BLOCK_SIZE * BLOCK_SIZE :]
+            assert (sequence.copy_from is None) == (not tail), start
+            if sequence.copy_from is not None:
+                block, generation = sequence.copy_from
+                record = unpack(disk.records[block], BLOCK_SIZE)
+                assert cells[block][: len(tail)] == tail, (
+                    f"start {start.start_id}: source {block} holds others"
+                )
+                assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
+                assert record is None or record.salt == salt, f"{start}: {record}"
 
 
 class Contents:
@@ -61,7 +71,8 @@ class Contents:
         for block in sorted(blocks):
             if pool.block_hash[block]:
                 right = self._of(pool, pool.block_hash[block], block)
-                assert self._cells[block] == right, f"block {block} is findable and holds other tokens"
+                held = self._cells[block][: len(right)]
+                assert held == right, f"block {block} is findable and holds other tokens"
 
     def _of(self, pool: BlockPool, digest: bytes, block: int) -> list[int]:
         known = self._right.get(digest)
