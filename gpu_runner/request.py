@@ -1,9 +1,13 @@
 """What the scheduler knows of a running request beyond what the executor sees of its sequences."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gpu_runner.step import Sequence
 from kvmanager.protocol import SequenceStart, Start, TokenLogprobs
+
+EndReason = Literal["finished", "cancelled", "preempted", "dropped"]
+"""As in `Ended`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +99,7 @@ def begin(start: Start, given: SequenceStart, block_size: int, max_model_len: in
             token_ids,
             [block_id for block_id, _ in given.block_table],
             num_cached,
-            given.forks,
+            given.forks if start.sampling.beam is None else (),  # a search forks by what it finds
         ),
         num_cached_tokens=min(num_cached, num_prompt),
         num_final_tokens=min(num_prompt + start.sampling.max_tokens, max_model_len) - 1,

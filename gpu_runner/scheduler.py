@@ -7,12 +7,13 @@ once the executor has computed the plan, `update` (the tokens for the frontends)
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
+from gpu_runner.beams import Beams, count_needs
 from gpu_runner.credits import Credits, look_ahead
-from gpu_runner.request import RunningRequest, RunningSequence, begin
+from gpu_runner.request import EndReason, RunningRequest, RunningSequence, begin
 from gpu_runner.shared_tails import SharedTails
-from gpu_runner.step import Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
 from gpu_runner.step_report import ReportBuilder
 from gpu_runner.stop_conditions import finish
 from kvmanager.protocol import Directives, Start, StepReport, TokenEvent, TokenLogprobs
@@ -40,6 +41,7 @@ class SchedulerStatistics:
     credits: int  # blocks in hand
     steps: int
     sat_out: int  # times that a sequence missed a step for want of a block
+    copies: int  # blocks copied on the first write into a shared tail
 
 
 class Scheduler:
@@ -53,15 +55,22 @@ class Scheduler:
         self._seen_starts: deque[int] = deque(maxlen=REMEMBERED_STARTS)
         self._credits = Credits()
         self._tails = SharedTails()
+        self._uncopied: dict[tuple[int, int], RunningSequence] = {}  # whose first step is to copy `copy_from`
+        self._beams: dict[int, Beams] = {}  # by start_id
         self._report = ReportBuilder(limits.block_size)
         self._plan: StepPlan | None = None
-        self._uncopied: dict[tuple[int, int], RunningSequence] = {}  # whose first step is to copy `copy_from`
         self._steps = 0
         self._sat_out = 0
+        self._copies = 0
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
-            len(self._requests), len(self._running), len(self._credits), self._steps, self._sat_out
+            len(self._requests),
+            len(self._running),
+            len(self._credits),
+            self._steps,
+            self._sat_out,
+            self._copies,
         )
 
     # --- what the manager says -----------------------------------------------------------------------------
@@ -82,22 +91,25 @@ class Scheduler:
             return
         self._seen_starts.append(start.start_id)
         request = self._requests[start.start_id] = RunningRequest(start)
+        max_model_len = self._limits.max_model_len
         for given in start.sequences:
-            running = begin(start, given, self._limits.block_size, self._limits.max_model_len)
+            running = begin(start, given, self._limits.block_size, max_model_len)
             self._add(request, running)
             if running.copy_from is not None:
                 self._uncopied[running.key] = running
+        if (params := start.sampling.beam) is not None:
+            self._beams[start.start_id] = Beams(start, params, self._eos_token_ids, max_model_len)
 
     def _add(self, request: RunningRequest, running: RunningSequence) -> None:
         request.sequences[running.sequence.choice] = running
         self._running[running.key] = running
 
-    def _end_all(self, start_id: int, reason: Literal["cancelled", "preempted"]) -> None:
+    def _end_all(self, start_id: int, reason: EndReason) -> None:
         request = self._requests.get(start_id)
         for running in list(request.sequences.values()) if request else ():
             self._end(running, reason)
 
-    def _end(self, running: RunningSequence, reason: Literal["finished", "cancelled", "preempted"]) -> None:
+    def _end(self, running: RunningSequence, reason: EndReason) -> None:
         self._tails.leave(running.sequence.block_table[-1])
         self._report.ended(running, reason)
         del self._running[running.key]
@@ -106,6 +118,7 @@ class Scheduler:
         del request.sequences[running.sequence.choice]
         if not request.sequences:
             del self._requests[running.start.start_id]
+            self._beams.pop(running.start.start_id, None)
 
     # --- the plan -------------------------------------------------------------------------------------------
 
@@ -127,6 +140,7 @@ class Scheduler:
         if scheduled:
             first_copies = [running.first_copy() for running in self._uncopied.values() if running.planned]
             self._plan = StepPlan(tuple(scheduled), (*copies, *first_copies))
+            self._copies += len(copies)
         return self._plan
 
     def _add_prefills(self, scheduled: list[Scheduled]) -> None:
@@ -171,7 +185,19 @@ class Scheduler:
     def report(self) -> StepReport | None:
         """What has changed since the last report; None if nothing has. To be called after each `schedule`."""
         wanted = look_ahead(self._needs())
-        return self._report.build(self._credits.give_back(wanted), wanted)
+        return self._report.build(self._credits.give_back(wanted), wanted, self.num_tail_tokens)
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Tokens in blocks that the manager does not know as full, as after the planned step."""
+        tails: dict[int, int] = {}  # first such block of a sequence → tokens from there on
+        for running in self._running.values():
+            sequence, told = running.sequence, running.num_told_blocks
+            length = sequence.num_computed_tokens + running.planned - told * self._limits.block_size
+            if length and (running.planned or running.key not in self._uncopied):
+                tail = sequence.block_table[told]
+                tails[tail] = max(length, tails.get(tail, 0))
+        return sum(tails.values())
 
     def _needs(self) -> Counter[int]:
         """Steps after the planned one → blocks needed then; exact for decodes, an estimate for prefills."""
@@ -179,7 +205,11 @@ class Scheduler:
         block_size, budget = self._limits.block_size, self._limits.max_num_batched_tokens
         if self._tails.num_copies_due:
             needs[0] = self._tails.num_copies_due
+        for start_id in self._beams:
+            count_needs(needs, self._requests[start_id].sequences.values(), block_size, budget)
         for running in self._running.values():
+            if running.start.start_id in self._beams:
+                continue
             sequence = running.sequence
             num_tokens = len(sequence.token_ids)
             steps = -(-(running.num_uncomputed_tokens - running.planned) // budget)
@@ -200,9 +230,14 @@ class Scheduler:
         for item, result in zip(plan.scheduled, output.outputs, strict=True):
             running = self._running[item.sequence.start_id, item.sequence.choice]
             self._advance(running, item, result)
-            if item.sample_choices:
-                owners = self._fork(running)
+            if not item.sample_choices:
+                continue
+            if (beams := self._beams.get(running.start.start_id)) is None:
+                owners = self._fork(running, running.sequence.forks)
                 new = [self._append(*pair) for pair in zip(owners, result.sampled, strict=True)]
+            else:
+                new = self._search(beams, running, result.candidates)
+            if new:
                 events.setdefault(running.start.token_endpoint, []).extend(new)
         return events
 
@@ -215,17 +250,38 @@ class Scheduler:
             running.prompt_logprobs.extend(result.prompt_logprobs)
         self._report.advanced(running)
 
-    def _fork(self, running: RunningSequence) -> list[RunningSequence]:
-        """The sequence and, where it has to fork now, its children, which share its table."""
+    def _search(
+        self, beams: Beams, running: RunningSequence, candidates: tuple[Candidate, ...]
+    ) -> list[TokenEvent]:
+        """Once the last beam has its candidates: fork and drop, or end the search and give its results."""
+        if not beams.offer(running.sequence.choice, candidates):
+            return []
+        sequences = self._requests[running.start.start_id].sequences
+        moves = beams.decide()
+        if beams.over:
+            for beam in list(sequences.values()):
+                self._end(beam, "finished")
+            return beams.results(running.num_cached_tokens, _take_prompt_logprobs(running))
+        for move in moves:
+            if move.token_ids:
+                owners = self._fork(sequences[move.choice], move.children)
+                for owner, token_id in zip(owners, move.token_ids, strict=True):
+                    owner.sequence.token_ids.append(token_id)
+            else:
+                self._end(sequences[move.choice], "dropped")
+        return []
+
+    def _fork(self, running: RunningSequence, choices: tuple[int, ...]) -> list[RunningSequence]:
+        """The sequence and its children of these numbers, if any, which share its table."""
         sequence = running.sequence
-        if not sequence.forks:
+        if not choices:
             return [running]
-        children = [running.fork(choice) for choice in sequence.forks]
+        children = [running.fork(choice) for choice in choices]
         for child in children:
             self._add(self._requests[running.start.start_id], child)
         if sequence.num_computed_tokens % self._limits.block_size:
             self._tails.share(sequence.block_table[-1], len(children))
-        self._report.forked(running, sequence.forks)
+        self._report.forked(running, choices)
         sequence.forks = ()
         return [running, *children]
 

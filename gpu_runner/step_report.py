@@ -1,8 +1,6 @@
 """Collects what the manager must be told of a step, in the order in which it applies it."""
 
-from typing import Literal
-
-from gpu_runner.request import RunningSequence
+from gpu_runner.request import EndReason, RunningSequence
 from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, StepReport, Taken
 
 
@@ -37,7 +35,7 @@ class ReportBuilder:
     def forked(self, running: RunningSequence, children: tuple[int, ...]) -> None:
         self._forked.append(Forked(*running.key, children))
 
-    def ended(self, running: RunningSequence, reason: Literal["finished", "cancelled", "preempted"]) -> None:
+    def ended(self, running: RunningSequence, reason: EndReason) -> None:
         sequence = running.sequence
         new_token_ids = running.untold_tokens(len(sequence.token_ids))
         self._ended.append(Ended(*running.key, new_token_ids, sequence.num_computed_tokens, reason))
@@ -52,8 +50,10 @@ class ReportBuilder:
     def taken(self, running: RunningSequence, block: BlockRef) -> None:
         self._taken.append(Taken(*running.key, (block,)))
 
-    def build(self, returned: tuple[BlockRef, ...], credits_wanted: int) -> StepReport | None:
-        """The report, or None if there is nothing to tell."""
+    def build(
+        self, returned: tuple[BlockRef, ...], credits_wanted: int, num_tail_tokens: int
+    ) -> StepReport | None:
+        """The report, or None if there is nothing to tell; the tail tokens alone are no reason to."""
         report = StepReport(
             tuple(self._progress),
             tuple(self._forked),
@@ -63,8 +63,9 @@ class ReportBuilder:
             returned,
             credits_wanted,
             tuple(self._sources_read),
+            num_tail_tokens,
         )
-        if report == StepReport(credits_wanted=self._credits_wanted):
+        if report == StepReport(credits_wanted=self._credits_wanted, num_tail_tokens=num_tail_tokens):
             return None
         self._credits_wanted = credits_wanted
         self._begin()

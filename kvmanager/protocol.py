@@ -1,4 +1,5 @@
-"""Every message between frontends, the KV manager and runners: declared once, as frozen tagged Structs.
+"""Every message between frontends, the KV manager and runners: declared once, as frozen tagged Structs (their
+parts that say how to choose tokens in `sampling_params`).
 
 Transport and framing
     Clients (frontends, runners) hold a DEALER socket to the manager's ROUTER. A message is two frames:
@@ -21,18 +22,19 @@ from typing import Literal
 
 import msgspec
 
+from kvmanager.sampling_params import BeamParams as BeamParams
+from kvmanager.sampling_params import Message as Message
+from kvmanager.sampling_params import SamplingParams as SamplingParams
+
 PROTOCOL_VERSION = 1
 
 # Limits: what a single message may hold. The manager drops and counts what goes beyond them.
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_CHOICES = 128
+MAX_BEAMS = MAX_CHOICES // 2  # those forked off need numbers beside those that they replace
 MAX_ID_CHARS = 128
 MAX_TEXT_CHARS = 4096
-
-
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all wire types: frozen, positional on the wire (compact, and quick to decode)."""
 
 
 # --- parts --------------------------------------------------------------------------------------------------
@@ -64,26 +66,6 @@ class Layout(Message, frozen=True):
         """Bytes of one block: all layers, K and V."""
         width = 4 if self.dtype == "float32" else 2
         return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * width
-
-
-class SamplingParams(Message, frozen=True):
-    """How to choose tokens. The frontend fills in everything; the manager reads only `max_tokens`."""
-
-    max_tokens: int  # output tokens per choice, at least 1
-    seed: int  # 0 .. 2**63-1; always set (drawn by the frontend if the user gave none): a resume is exact
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 is all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # number of alternatives beside the sampled token's own; None is off
-    prompt_logprobs: int | None = None
 
 
 class Choice(Message, frozen=True):
@@ -227,6 +209,7 @@ class Stats(Message, frozen=True, tag=True):
     evictions: int
     rejected: int
     dropped_messages: int
+    used_tokens: int = 0  # gauge: slots that hold a token, of those in reserved and sealed blocks
 
 
 # --- runner → manager ---------------------------------------------------------------------------------------
@@ -254,7 +237,11 @@ class Progress(Message, frozen=True):
 
 
 class Forked(Message, frozen=True):
-    """`children` now share the whole block table of `choice`, and its tokens as far as they were reported."""
+    """`children` now share the whole block table of `choice`, and its tokens as far as they were reported.
+
+    They are choices of the Start's that were still to come, or beams: numbers below MAX_CHOICES that no other
+    sequence of the start has (one that has ended may be used again, by a later report).
+    """
 
     start_id: int
     choice: int
@@ -265,14 +252,14 @@ class Ended(Message, frozen=True):
     """A sequence no longer runs and no step in flight writes its blocks: they go back to the manager.
 
     For "preempted", `new_token_ids` complete the manager's copy of the output, so that it can be resumed
-    exactly.
+    exactly. "dropped" is a beam that others have outlived: its request goes on without it.
     """
 
     start_id: int
     choice: int
     new_token_ids: tuple[int, ...]
     num_computed_tokens: int
-    reason: Literal["finished", "cancelled", "preempted"]
+    reason: Literal["finished", "cancelled", "preempted", "dropped"]
 
 
 class Copied(Message, frozen=True):
@@ -296,7 +283,8 @@ class StepReport(Message, frozen=True, tag=True):
     """What changed in one step; sent before the next step computes, and only if something changed.
 
     Applied in the order of its fields, but `sources_read` first. `credits_wanted` is how many credits the
-    runner wants to hold in all.
+    runner wants to hold in all. `num_tail_tokens` counts the tokens, those of the step about to be computed
+    included, in its sequences' blocks that are not sealed; once where sequences share one.
     """
 
     progress: tuple[Progress, ...] = ()
@@ -307,6 +295,7 @@ class StepReport(Message, frozen=True, tag=True):
     returned: tuple[BlockRef, ...] = ()  # credits handed back unused
     credits_wanted: int = 0
     sources_read: tuple[tuple[int, int], ...] = ()  # (start_id, choice) whose `copy_from` has been copied
+    num_tail_tokens: int = 0
 
 
 # --- manager → runner ---------------------------------------------------------------------------------------
@@ -363,6 +352,13 @@ class TokenLogprobs(Message, frozen=True):
     top: tuple[tuple[int, float], ...]
 
 
+class BeamScore(Message, frozen=True):
+    """What a beam search's choice is worth."""
+
+    cumulative_logprob: float  # sum over its tokens, the stop token included
+    score: float  # that sum / (number of tokens) ** length_penalty; choices come in its order
+
+
 class TokenEvent(Message, frozen=True):
     """New tokens of one choice. `position` is the index of the first one in the choice's output."""
 
@@ -376,6 +372,7 @@ class TokenEvent(Message, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first token
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | None = None  # the stop token's id, where it was one of stop_token_ids
+    beam: BeamScore | None = None  # beam searches only, whose choices come whole
 
 
 class TokenBatch(Message, frozen=True, tag=True):

@@ -67,6 +67,8 @@ class ReportCheck:
             self._spend(report.returned)
         if not 0 <= report.credits_wanted <= MAX_CREDITS_WANTED:
             raise InvalidReport(f"credits_wanted is {report.credits_wanted}")
+        if not 0 <= report.num_tail_tokens <= self._pool.num_blocks * self._pool.block_size:
+            raise InvalidReport(f"num_tail_tokens is {report.num_tail_tokens}")
 
     def _find(self, key: Key) -> Sequence:
         """The live sequence; for one born in this report, the one that it was forked from."""
@@ -171,6 +173,7 @@ def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now
         runner.credits.remove(block)
         pool.release(block, runner)
     runner.credits_wanted = report.credits_wanted
+    runner.num_tail_tokens = report.num_tail_tokens
     if report.ended or report.copied or report.returned or report.sources_read:
         state.admission_due = True
 
@@ -199,15 +202,17 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
     """Take one sequence's blocks back; with the last one, the start is over."""
     sequence = active.sequences.pop(item.choice)
     sequence.advance(pool, item.new_token_ids, item.num_computed_tokens, now)
-    sequence.seal_tail(pool, now)
+    if item.reason != "dropped":
+        sequence.seal_tail(pool, now)
     choices = (sequence.choice, *sequence.pending_forks)
     active.runner.seats -= len(choices)
     output = tuple(sequence.tokens[len(active.request.prompt) :])
-    if item.reason == "preempted" and len(output) < active.request.submit.sampling.max_tokens:
+    submit, runner = active.request.submit, active.runner
+    if item.reason == "preempted" and submit.sampling.beam is not None:
+        active.resume = list(submit.choices)  # a search starts over
+    elif item.reason == "preempted" and len(output) < submit.sampling.max_tokens:
         active.resume.extend(Choice(choice, output) for choice in choices)
-    else:
-        submit = active.request.submit
-        runner = active.runner
+    elif item.reason != "dropped":
         runner.finished.append((active.request.frontend.client_id, submit.request_id, submit.attempt))
     sequence.release(pool)
     if not active.sequences:
