@@ -45,6 +45,7 @@ class Runner(Holder):
         "finished",
         "hello",
         "last_heard",
+        "num_tail_tokens",
         "outbox",
         "ready",
         "seats",
@@ -66,6 +67,7 @@ class Runner(Holder):
         """
         self.credits: set[int] = set()
         self.credits_wanted = 0
+        self.num_tail_tokens = 0
         self.last_heard = now  # seconds
         self.outbox = Outbox()
 

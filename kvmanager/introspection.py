@@ -1,5 +1,7 @@
 """What can be asked: frozen answers about the state."""
 
+from kvmanager.block_pool import SEALED, BlockPool
+from kvmanager.hashing import TOKEN_BYTES
 from kvmanager.protocol import PoolStats, RunnerStats, Stats
 from kvmanager.state import State
 
@@ -30,4 +32,17 @@ def statistics(state: State, query_id: int, now: float) -> Stats:
         evictions=state.pool.evictions if state.pool else 0,
         rejected=counters.rejected,
         dropped_messages=counters.dropped_messages,
+        used_tokens=used_tokens(state, state.pool) if state.pool else 0,
+    )
+
+
+def used_tokens(state: State, pool: BlockPool) -> int:
+    """Slots that hold a token, of those in reserved and sealed blocks: as the runners last reported."""
+    sequences = (each for active in state.actives() for each in active.sequences.values())
+    sources = {each.source for each in sequences if each.source is not None}
+    missing = sum(pool.block_size - len(pool.tokens[source]) // TOKEN_BYTES for source in sources)
+    return (
+        pool.counts[SEALED] * pool.block_size
+        - missing
+        + sum(runner.num_tail_tokens for runner in state.runners)
     )

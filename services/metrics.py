@@ -138,6 +138,12 @@ class Metrics:
             ("pagekeeper_blocks", "Blocks in the pool", pool.num_blocks),
             ("pagekeeper_free_blocks", "Blocks that hold nothing", pool.free),
             ("pagekeeper_used_blocks", "Blocks held by running requests (and runners' credits)", used),
+            ("pagekeeper_used_tokens", "Tokens in used blocks, each block counted once", stats.used_tokens),
+            (
+                "pagekeeper_waste_ratio",
+                "Share of the slots in used blocks that hold no token (0 with none in use)",
+                1 - stats.used_tokens / (used * pool.block_size) if used else 0.0,
+            ),
             ("pagekeeper_cached_blocks", "Blocks that only the cache holds: evictable", pool.cached),
             ("pagekeeper_quarantined_blocks", "Blocks whose owner may still write them", pool.quarantined),
             ("pagekeeper_runners", "Runners that are registered", len(stats.runners)),
