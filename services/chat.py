@@ -7,6 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
+from services.beam_search import beam_params
 from services.call import Call, fit, new_call
 from services.chunks import PLACEHOLDER, TextTemplate, encode
 from services.completions import LONG_TEXT, encode_text
@@ -70,12 +71,15 @@ class ChatRoute:
             raise invalid("top_logprobs", "`top_logprobs` is only allowed with `logprobs`: true")
         prompt = await render_prompt(context.model, body)
         room = context.model.max_model_len
+        n, best_of = _choices(body)
+        tokenizer, eos = context.model.tokenizer, len(context.model.eos_token_ids)
         params = sampling(
             body,
             max_tokens=fit(context.model, len(prompt), limit, room, "messages"),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
-            vocab_size=context.model.tokenizer.vocab_size,
+            vocab_size=tokenizer.vocab_size,
+            beam=beam_params(body, n, best_of, tokenizer.vocab_size, eos),
         )
         call = new_call(
             context,
@@ -84,10 +88,21 @@ class ChatRoute:
             prefix="chatcmpl",
             prompts=[tuple(prompt)],
             sampling=params,
-            num_choices=body.n or 1,
+            num_choices=best_of,
             continues_prompt=bool(body.continue_final_message),
         )
-        return CallResponse(context, call, ChatRenderer(context.model, call, params.logprobs))
+        return CallResponse(context, call, ChatRenderer(context.model, call, params.logprobs, n))
+
+
+def _choices(body: ChatRequest) -> tuple[int, int]:
+    """n and best_of. Raises ApiError 400."""
+    n = body.n or 1
+    best_of = n if body.best_of is None else body.best_of
+    if best_of != n and not body.use_beam_search:
+        raise invalid("best_of", "`best_of` is only allowed with `use_beam_search`: true")
+    if best_of < n:
+        raise invalid("best_of", f"`best_of` is {best_of}, less than `n`, which is {n}")
+    return n, best_of
 
 
 def _max_tokens(body: ChatRequest) -> int | None:
@@ -170,13 +185,14 @@ def _part(where: str, part: ContentPart) -> str:
 
 class ChatRenderer:
     """Chat completions as chunks and as a whole. `logprobs`: alternatives per token, None: no
-    log-probabilities.
+    log-probabilities. The first `n` choices are shown.
     """
 
-    def __init__(self, model: ServedModel, call: Call, logprobs: int | None) -> None:
+    def __init__(self, model: ServedModel, call: Call, logprobs: int | None, n: int) -> None:
         self._model = model
         self._call = call
         self._top = logprobs
+        self._n = n
         self._no_usage: UnsetType | None = None if call.include_usage else UNSET
         self._plain = logprobs is None and not call.return_token_ids and not call.continuous_usage
         self._templates: dict[int, TextTemplate] = {}
@@ -211,7 +227,7 @@ class ChatRenderer:
 
     def whole(self) -> bytes:
         call, request = self._call, self._call.generations[0].request
-        choices = [self._choice(choice) for choice in call.generations[0].choices]
+        choices = [self._choice(choice) for choice in call.generations[0].choices[: self._n]]
         answer = ChatCompletion(call.id, "chat.completion", call.created, call.model, choices, call.usage())
         if request.sampling.prompt_logprobs is not None and request.prompt_logprobs is not None:
             entries = prompt_logprobs(
@@ -227,6 +243,8 @@ class ChatRenderer:
         logprobs = self._logprobs(choice, 0)
         message = AssistantMessage("assistant", choice.take())
         entry = ChatChoice(output.index, message, logprobs, output.finish_reason, output.stop_reason)
+        if output.beam is not None:
+            entry.cumulative_logprob, entry.beam_score = output.beam.cumulative_logprob, output.beam.score
         if self._call.return_token_ids:
             entry.token_ids = list(output.token_ids)
         return entry
@@ -240,6 +258,8 @@ class ChatRenderer:
         if text or delta.content is not UNSET:
             delta.content = text
         entry = ChatChunkChoice(choice.output.index, delta, logprobs, finish, stop)
+        if finish is not None and (beam := choice.output.beam) is not None:
+            entry.cumulative_logprob, entry.beam_score = beam.cumulative_logprob, beam.score
         if self._call.return_token_ids:
             entry.token_ids = choice.output.token_ids[start : choice.taken]
         chunk = self._chunk(entry)

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from kvmanager.protocol import MAX_CHOICES
+from services.beam_search import beam_params
 from services.call import Call, fit, new_call
 from services.chunks import PLACEHOLDER, TextTemplate, encode
 from services.context import Context, ServedModel
@@ -47,13 +48,16 @@ class CompletionsRoute:
                 f"{len(prompts)} prompts with {best_of} choices each; at most {MAX_CHOICES * 2} in all",
             )
         max_tokens = max(1, _max_tokens(context.model, body, prompts))
-        wants_ranks = best_of > n
+        tokenizer, eos = context.model.tokenizer, len(context.model.eos_token_ids)
+        beam = beam_params(body, n, best_of, tokenizer.vocab_size, eos)
+        wants_ranks = best_of > n and beam is None
         params = sampling(
             body,
             max_tokens=max_tokens,
             logprobs=0 if wants_ranks and body.logprobs is None else body.logprobs,
             prompt_logprobs=_prompt_logprobs(body),
-            vocab_size=context.model.tokenizer.vocab_size,
+            vocab_size=tokenizer.vocab_size,
+            beam=beam,
         )
         call = new_call(
             context,
@@ -227,6 +231,8 @@ class CompletionRenderer:
             hidden = self._call.hidden_tokens
             entry.finish_reason = "length" if hidden else choice.output.finish_reason
             entry.stop_reason = None if hidden else choice.output.stop_reason
+            if (beam := choice.output.beam) is not None:
+                entry.cumulative_logprob, entry.beam_score = beam.cumulative_logprob, beam.score
         if self._call.return_token_ids:
             entry.token_ids = ids
             if first:
@@ -263,10 +269,12 @@ class CompletionRenderer:
 
 def best(generation: Generation, n: int) -> list[ChoiceStream]:
     """The n choices with the greatest mean log-probability, best first; all of them in order if there are
-    only n.
+    only n. A beam search's come in order.
     """
     choices = generation.choices
-    return choices if len(choices) == n else sorted(choices, key=_mean_logprob, reverse=True)[:n]
+    if len(choices) == n or generation.request.sampling.beam is not None:
+        return choices[:n]
+    return sorted(choices, key=_mean_logprob, reverse=True)[:n]
 
 
 def _mean_logprob(choice: ChoiceStream) -> float:

@@ -46,6 +46,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    cumulative_logprob: float | UnsetType = UNSET  # beam searches only, as is beam_score
+    beam_score: float | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -96,6 +98,8 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    cumulative_logprob: float | UnsetType = UNSET  # beam searches only, as is beam_score
+    beam_score: float | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -105,6 +109,8 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    cumulative_logprob: float | UnsetType = UNSET  # beam searches only, as is beam_score
+    beam_score: float | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

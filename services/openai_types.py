@@ -5,7 +5,7 @@ Fields under "refused" are known to OpenAI's API or to vLLM, but not served: any
 an answer here.
 """
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -49,6 +49,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None  # chat: only with use_beam_search
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     # accepted, without effect
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -57,8 +61,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # refused
-    use_beam_search: Any = None
-    length_penalty: Any = None
     logits_processors: Any = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -75,7 +77,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     """POST /v1/completions."""
 
     prompt: str | list[int | str | list[int]]
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Any = None  # refused
@@ -154,8 +155,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 REFUSED: Final = (
-    "use_beam_search",
-    "length_penalty",
     "logits_processors",
     "guided_json",
     "guided_regex",
@@ -193,6 +192,5 @@ NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "length_penalty": (1, 1.0),
 }
 """Values of refused fields that ask for nothing."""

@@ -12,6 +12,7 @@ from typing import Final
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     Accepted,
+    BeamScore,
     Cancel,
     Choice,
     Rejected,
@@ -36,6 +37,7 @@ class Output:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    beam: BeamScore | None = None  # once a beam search is over
 
 
 @dataclass(slots=True, eq=False)
@@ -273,3 +275,4 @@ def _append(request: Request, output: Output, event: TokenEvent) -> None:
         request.prompt_logprobs = event.prompt_logprobs
     if event.position + len(event.token_ids) >= len(output.token_ids):
         output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
+        output.beam = event.beam

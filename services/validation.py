@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from kvmanager.protocol import MAX_CHOICES, SamplingParams
+from kvmanager.protocol import MAX_CHOICES, BeamParams, SamplingParams
 from services.config import FrontendConfig
 from services.errors import ApiError, invalid
 from services.openai_types import (
@@ -175,6 +175,7 @@ def sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     vocab_size: int,
+    beam: BeamParams | None = None,
 ) -> SamplingParams:
     """The sampling parameters, all filled in; the seed is drawn here if none is given. Raises ApiError."""
     stop_ids = body.stop_token_ids or []
@@ -190,7 +191,7 @@ def sampling(
     return SamplingParams(
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK,
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=_temperature(body, beam),
         top_k=max(0, body.top_k or 0),
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
@@ -203,7 +204,14 @@ def sampling(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        beam=beam,
     )
+
+
+def _temperature(body: GenerationRequest, beam: BeamParams | None) -> float:
+    if beam is not None:
+        return 0.0
+    return 1.0 if body.temperature is None else body.temperature
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:

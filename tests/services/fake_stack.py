@@ -23,6 +23,7 @@ import zmq.asyncio
 from kvmanager.client import manager_endpoint, prepare
 from kvmanager.protocol import (
     Accepted,
+    BeamScore,
     Cancel,
     Fenced,
     FrontendHello,
@@ -171,7 +172,8 @@ class FakeManager:
             events = []
             for index, plan in outputs.items():
                 if at[index] < len(plan):
-                    end = min(at[index] + self.tokens_per_event, len(plan))
+                    whole = submit.sampling.beam is not None
+                    end = len(plan) if whole else min(at[index] + self.tokens_per_event, len(plan))
                     events.append(
                         self._event(submit, index, at[index], plan[at[index] : end], end == len(plan))
                     )
@@ -205,6 +207,7 @@ class FakeManager:
             prompt_logprobs=self._prompt_logprobs(submit) if position == 0 else None,
             finish_reason=reason,  # type: ignore[arg-type]
             stop_reason=ids[-1] if reason == "stop" and ids[-1] in stop_ids else None,
+            beam=BeamScore(-1.0 - choice, -0.5 - choice) if submit.sampling.beam else None,
         )
 
     def _logprobs(self, top: int | None, ids: list[int], choice: int) -> tuple[TokenLogprobs, ...] | None:
