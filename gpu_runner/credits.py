@@ -28,9 +28,11 @@ class Credits:
 
 
 def look_ahead(needs: Mapping[int, int]) -> int:
-    """Blocks needed at the next two steps at which any are; `needs` maps steps from now to blocks.
+    """Blocks needed at the next step at which any are; `needs` maps steps after the planned one to blocks.
 
-    The answer stays the same over steps at which none are needed: all distances fall together. So such a step
-    tells the manager nothing, and the blocks of the second step are asked for one whole crossing ahead.
+    They are asked for before the step that is planned now is computed, at the latest, so there is that step's
+    time for the answer. More would be held without a use: a hundredth of the memory with hundreds of sequences,
+    as some need a block at every step. The answer stays the same over steps at which none are needed, as all
+    distances fall together: such a step tells the manager nothing.
     """
-    return sum(needs[distance] for distance in sorted(needs)[:2])
+    return needs[min(needs)] if needs else 0

@@ -3,7 +3,7 @@ meanwhile.
 
     python -m tests.bench.bench_core [--sequences 64] [--steps 20000]
 
-The driver plays a runner exactly as the protocol has it: credits two block boundaries ahead, at most one
+The driver plays a runner exactly as the protocol has it: credits one block boundary ahead, at most one
 report per step, sent only if something changed. Lengths are as in a chat load: prompts of 32 to 256 tokens
 of which a part is shared, outputs of 32 to 256. Only the core's own processor time counts, submits and
 starts included; the driver's does not. The last part shows that steps in which no block fills send nothing.
@@ -152,13 +152,13 @@ class Bench:
         return True
 
     def look_ahead(self) -> int:
-        """Blocks needed at the next two steps at which any are."""
+        """Blocks needed at the next step at which any are."""
         needs = Counter(
             stream.capacity - len(stream.tokens)
             for stream in self.streams
             if stream.capacity < stream.length - 1
         )
-        return sum(needs[distance] for distance in sorted(needs)[:2])
+        return needs[min(needs)] if needs else 0
 
     def compute(self, stream: Stream) -> None:
         progress, ended, _ = self.facts

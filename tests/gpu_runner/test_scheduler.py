@@ -147,17 +147,20 @@ def test_a_sequence_without_a_credit_sits_out_and_the_others_go_on() -> None:
     assert planned(world.step()) == [(short, 1)]
 
 
-def test_credits_are_wanted_for_the_next_two_steps_at_which_blocks_fill() -> None:
+def test_credits_are_wanted_for_the_next_step_at_which_blocks_fill() -> None:
     world = World()
-    for prompt in ((2, 3, 4, 5), (2, 3, 4), (2, 3), (2,)):
+    for prompt in ((2, 3, 4, 5), (2, 3, 4), (2,), (3,)):
         world.start(prompt, max_tokens=30)
-    world.step(num_credits=0)  # 0, 1, 2 and 3 steps until each needs a block
-    assert world.reports[-1].credits_wanted == 1 + 1
-    world.step(num_credits=0)  # the first sits out: 0, 0, 1 and 2
-    assert world.reports[-1].credits_wanted == 2 + 1
-    world.step(num_credits=3)  # both have theirs, one credit is left: 3, 3, 0 and 1
-    assert world.reports[-1].credits_wanted == 1 + 1
-    assert world.scheduler.statistics().credits == 1
+    world.step(num_credits=0)  # 0, 1, 3 and 3 steps until each needs a block
+    assert world.reports[-1].credits_wanted == 1
+    world.step(num_credits=0)  # the first sits out: 0, 0, 2 and 2
+    assert world.reports[-1].credits_wanted == 2
+    world.step(num_credits=2)  # both have theirs: 3, 3, 1 and 1
+    assert world.reports[-1].credits_wanted == 2
+    assert world.scheduler.statistics().credits == 0
+    world.step()  # the two that are needed at the next step come now
+    assert world.reports[-1].credits_wanted == 2
+    assert world.scheduler.statistics().credits == 2
 
 
 def test_nothing_is_wanted_for_tokens_that_are_never_computed() -> None:
@@ -173,7 +176,7 @@ def test_forks_copy_a_shared_tail_and_the_last_owner_writes_in_place() -> None:
     world = World()
     world.start((2, 3, 4, 5, 6, 7), 3, max_tokens=6)
     world.step()
-    assert world.reports[-1].credits_wanted == 2 + 3
+    assert world.reports[-1].credits_wanted == 2
     plan = world.step()
     assert plan is not None
     shared = plan.scheduled[-1].sequence.block_table[1]
@@ -242,7 +245,7 @@ def test_a_start_with_everything_cached_is_a_programmer_error() -> None:
         world.scheduler.handle(Directives(starts=(start,)))
 
 
-def test_look_ahead_covers_the_next_two_steps_that_need_blocks() -> None:
+def test_look_ahead_covers_the_next_step_that_needs_blocks() -> None:
     assert look_ahead({}) == 0
     assert look_ahead({7: 2}) == 2
-    assert look_ahead({9: 4, 0: 1, 3: 2}) == 3
+    assert look_ahead({9: 4, 1: 3, 3: 2}) == 3
