@@ -130,12 +130,31 @@ def headroom(state: State, pool: BlockPool, request: Request) -> int:
     return int(state.policy.watermark * pool.num_blocks) + seats * min(request.preemptions, MAX_BACKOFF)
 
 
-def admit(state: State) -> None:
-    """Start requests from the head of the queue for as long as the first one fits."""
+def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> bytes | None:
+    """The deepest block of the request that is being computed now, where its first missing one is."""
+    producers = state.in_flight.producers
+    if not producers or not request.submit.read_cache or not state.policy.prefix_wait:
+        return None
+    for group, found in zip(request.groups, plan.found, strict=True):
+        deepest, index = None, len(found.blocks)
+        while index < len(group.tokens) // pool.block_size:
+            digest = group.hashes(pool, request.salt, index + 1)[index]
+            if digest not in producers:
+                break
+            deepest, index = digest, index + 1
+        if deepest is not None:
+            return deepest
+    return None
+
+
+def admit(state: State, now: float) -> None:
+    """Start requests from the head of the queue for as long as the first one fits.
+
+    One whose next block is being computed now steps aside until it is there: those behind it need not wait.
+    """
     state.admission_due = False
     pool = state.pool
-    while pool is not None and len(state.waiting):
-        request = state.waiting.first
+    while pool is not None and (request := state.waiting.first) is not None:
         if reason := why_it_never_fits(state, request):
             reject_waiting(state, request, "can_never_fit", reason)
             continue
@@ -144,11 +163,15 @@ def admit(state: State) -> None:
         if runner is None:
             return
         plan = plan_start(pool, request)
+        if (digest := in_flight(state, pool, request, plan)) is not None:
+            state.in_flight.await_block(request, digest)
+            state.counters.prefix_waits += 1
+            continue
         if not fits(state, pool, request, plan):
             plan = without_copies(plan)
             if any(runner.seats for runner in state.runners) or not fits(state, pool, request, plan):
                 return
-        start(state, pool, request, runner, plan)
+        start(state, pool, request, runner, plan, now)
 
 
 def reject_waiting(state: State, request: Request, code: str, message: str, retry_after: float = 0.0) -> None:
@@ -159,7 +182,7 @@ def reject_waiting(state: State, request: Request, code: str, message: str, retr
     state.send(request.frontend, Rejected(submit.request_id, submit.attempt, code, message, retry_after))
 
 
-def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan: Plan) -> None:
+def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan: Plan, now: float) -> None:
     """Take the blocks and tell the runner. Hits are held before any is granted: none is evicted for it."""
     state.waiting.remove(request)
     request.state = RequestState.RUNNING
@@ -173,6 +196,12 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
         sequence.reuse(pool, found.blocks)
         if found.num_shared:
             sequence.copy_from(pool, found.source, found.num_shared)
+        sequence.advanced_at = now
+        num_full = len(group.tokens) // pool.block_size
+        state.in_flight.announce(sequence, group.hashes(pool, request.salt, num_full))
+        if request.computed:
+            lost = request.computed.get(sequence.choice, 0) - sequence.num_computed
+            state.counters.recomputed_tokens += max(lost, 0)
         active.sequences[sequence.choice] = sequence
     count_lookup(state, request, active)
     starts = []

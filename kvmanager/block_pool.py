@@ -123,11 +123,15 @@ class BlockPool:
         self.changed.add(block)
         return block
 
-    def seal(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
-        """The block is never written again, full or not: from now on it is found. Returns its hash."""
+    def seal(
+        self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float, digest: bytes = b""
+    ) -> bytes:
+        """The block is never written again, full or not: from now on it is found. Returns its hash, which is
+        `digest` where that is known.
+        """
         assert self.state[block] == RESERVED
         assert 0 < len(tokens) <= self.block_bytes
-        digest = block_hash(parent_hash, tokens, salt)
+        digest = digest or block_hash(parent_hash, tokens, salt)
         self.block_hash[block] = digest
         self.parent_hash[block] = parent_hash
         self.tokens[block] = tokens

@@ -17,10 +17,13 @@ class Sequence(Holder):
     """
 
     __slots__ = (
+        "advanced_at",
+        "announced",
         "choice",
         "last_hash",
         "num_computed",
         "num_sealed",
+        "num_settled",
         "pending_forks",
         "salt",
         "source",
@@ -50,6 +53,9 @@ class Sequence(Holder):
         self.last_hash = root  # of block num_sealed - 1
         self.pending_forks = pending_forks
         self.source: int | None = None
+        self.announced: list[bytes] = []  # hashes of the full blocks of the tokens that it was given
+        self.num_settled = 0  # of those, how many nobody may wait for any more
+        self.advanced_at = 0.0  # seconds
 
     def describe(self) -> str:
         return f"sequence {self.choice} of start {self.start_id}"
@@ -85,10 +91,12 @@ class Sequence(Holder):
         """The runner has more tokens, and their KV up to `num_computed`: seal the blocks that are full."""
         self.tokens.extend(new_token_ids)
         self.num_computed = num_computed
-        size = pool.block_size
+        self.advanced_at = now
+        size, known = pool.block_size, self.announced
         for index in range(self.num_sealed, num_computed // size):
             tokens = self.tokens[index * size : (index + 1) * size].tobytes()
-            self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now)
+            digest = known[index] if index < len(known) else b""
+            self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now, digest)
             self.num_sealed += 1
 
     def fork(self, pool: BlockPool, choice: int) -> "Sequence":

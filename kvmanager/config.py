@@ -23,3 +23,9 @@ class ManagerConfig:
     runner_wait: float = setting(
         30.0, "how long requests wait while there is no runner at all", unit="seconds", minimum=0.0
     )
+    prefix_wait: float = setting(
+        10.0,
+        "how long requests wait for a prefix whose computing makes no progress; 0: not at all",
+        unit="seconds",
+        minimum=0.0,
+    )

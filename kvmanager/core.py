@@ -98,6 +98,9 @@ class Core:
             reason = submissions.no_runner(state)
             for request in list(state.waiting):
                 admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)
+        for producer in state.in_flight.awaited_producers():
+            if now - producer.advanced_at >= state.policy.prefix_wait and state.in_flight.withdraw(producer):
+                state.admission_due = True
         return self._settle(now)
 
     def count_dropped(self) -> None:
@@ -143,7 +146,7 @@ class Core:
         if state.pool is not None:
             pressure.grant_credits(state, state.pool)
             if state.admission_due:
-                admission.admit(state)
+                admission.admit(state, now)
             pressure.relieve(state, state.pool, now)
         return self._effects()
 

@@ -32,6 +32,8 @@ def statistics(state: State, query_id: int, now: float) -> Stats:
         evictions=state.pool.evictions if state.pool else 0,
         rejected=counters.rejected,
         dropped_messages=counters.dropped_messages,
+        prefix_waits=counters.prefix_waits,
+        recomputed_tokens=counters.recomputed_tokens,
         used_tokens=used_tokens(state, state.pool) if state.pool else 0,
     )
 

@@ -14,7 +14,7 @@ from kvmanager.state import MAX_REMEMBERED, State
 
 def audit(state: State) -> list[str]:
     """What is violated, one line each; empty when all is well."""
-    return [*_pool(state), *_sessions(state), *_requests(state)]
+    return [*_pool(state), *_sessions(state), *_requests(state), *_in_flight(state)]
 
 
 def _pool(state: State) -> Iterator[str]:
@@ -120,7 +120,8 @@ def _sequence(state: State, sequence: Sequence) -> Iterator[str]:
 
 def _requests(state: State) -> Iterator[str]:
     waiting = list(state.waiting)
-    if [request.order for request in waiting] != sorted(request.order for request in waiting):
+    turns = [request.order for request in waiting if request.awaited is None]
+    if turns != sorted(turns):
         yield "the queue is not in order"
     for request in waiting:
         if request.state is not RequestState.WAITING or request.active is not None:
@@ -137,3 +138,24 @@ def _requests(state: State) -> Iterator[str]:
             yield f"start {active.start_id} is {active.state.name} and has nothing to run"
     if len(state.gone) > MAX_REMEMBERED:
         yield f"{len(state.gone)} requests are remembered"
+
+
+def _in_flight(state: State) -> Iterator[str]:
+    """Blocks in flight are announced and not sealed; who waits for one is set aside."""
+    announced: dict[bytes, list[Sequence]] = {}
+    for active in state.actives():
+        for sequence in active.sequences.values():
+            if active.state is not StartState.RUNNING and sequence.num_settled < len(sequence.announced):
+                yield f"{sequence.describe()} is {active.state.name} and still announces blocks"
+            for digest in sequence.announced[sequence.num_settled :]:
+                announced.setdefault(digest, []).append(sequence)
+    for digest, producer in state.in_flight.producers.items():
+        if producer not in announced.get(digest, ()):
+            yield f"{producer.describe()} is to compute a block that it has not announced"
+    waiters = state.in_flight.waiters()
+    asleep = [request for requests in waiters.values() for request in requests]
+    if set(asleep) != {request for request in state.waiting if request.awaited is not None}:
+        yield "those that wait for a block are not those set aside"
+    for digest, requests in waiters.items():
+        if digest not in state.in_flight.producers or any(each.awaited != digest for each in requests):
+            yield f"{len(requests)} requests wait for a block that nobody computes"

@@ -34,6 +34,7 @@ def relieve(state: State, pool: BlockPool, now: float) -> None:
 def preempt(state: State, active: ActiveStart) -> None:
     """Tell the runner to stop this request; its blocks come back when it acknowledges."""
     active.state = StartState.PREEMPTING
+    state.withdraw(active)
     active.runner.outbox.preempts.append(active.start_id)
     active.request.preemptions += 1
     state.counters.preemptions += 1

@@ -39,8 +39,7 @@ MAX_TEXT_CHARS = 4096
 
 # --- parts --------------------------------------------------------------------------------------------------
 
-BlockRef = tuple[int, int]
-"""(block_id, generation)."""
+BlockRef = tuple[int, int]  # (block_id, generation)
 
 
 class Session(Message, frozen=True):
@@ -209,6 +208,8 @@ class Stats(Message, frozen=True, tag=True):
     evictions: int
     rejected: int
     dropped_messages: int
+    prefix_waits: int = 0  # times that a request waited for a prefix that another one computed
+    recomputed_tokens: int = 0  # computed once more after a preemption
     used_tokens: int = 0  # gauge: slots that hold a token, of those in reserved and sealed blocks
 
 

@@ -156,6 +156,8 @@ def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now
     for progress in report.progress:
         sequence = active[progress.start_id].sequences[progress.choice]
         sequence.advance(pool, progress.new_token_ids, progress.num_computed_tokens, now)
+        if sequence.num_settled < len(sequence.announced) and state.in_flight.settle(sequence):
+            state.admission_due = True
     for forked in report.forked:
         fork(runner, active[forked.start_id], forked, pool)
     for ended in report.ended:
@@ -202,6 +204,7 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
     """Take one sequence's blocks back; with the last one, the start is over."""
     sequence = active.sequences.pop(item.choice)
     sequence.advance(pool, item.new_token_ids, item.num_computed_tokens, now)
+    state.in_flight.withdraw(sequence)
     if item.reason != "dropped":
         sequence.seal_tail(pool, now)
     choices = (sequence.choice, *sequence.pending_forks)
@@ -210,8 +213,10 @@ def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: fl
     submit, runner = active.request.submit, active.runner
     if item.reason == "preempted" and submit.sampling.beam is not None:
         active.resume = list(submit.choices)  # a search starts over
+        active.request.computed = {0: len(active.request.prompt)}
     elif item.reason == "preempted" and len(output) < submit.sampling.max_tokens:
         active.resume.extend(Choice(choice, output) for choice in choices)
+        active.request.computed[sequence.choice] = sequence.num_computed
     elif item.reason != "dropped":
         runner.finished.append((active.request.frontend.client_id, submit.request_id, submit.attempt))
     sequence.release(pool)

@@ -4,6 +4,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum, auto
+from itertools import chain
 from typing import NamedTuple
 
 from kvmanager.block_pool import BlockPool
@@ -46,7 +47,7 @@ class Group:
         self.choices = choices
         self.output = output
         self.tokens = prompt + token_array(output)
-        self._hashes: list[bytes] = []  # of the first blocks, as far as they were asked for
+        self._hashes: list[bytes] = []  # of the first full blocks, as far as they were asked for
 
     def lookup(self, pool: BlockPool, salt: bytes) -> Found:
         """Blocks that hold this group's first tokens, in order; the last token is left to be computed."""
@@ -54,16 +55,24 @@ class Group:
         found: list[int] = []
         parent = pool.root
         for index in range((len(self.tokens) - 1) // size):
-            packed = self.tokens[index * size : (index + 1) * size].tobytes()
             if index == len(self._hashes):
-                self._hashes.append(block_hash(parent, packed, salt))
-            block = pool.find(self._hashes[index], parent, packed)
+                self.hashes(pool, salt, index + 1)
+            digest = self._hashes[index]
+            block = pool.find(digest, parent, self.tokens[index * size : (index + 1) * size].tobytes())
             if block is None:
                 break
             found.append(block)
-            parent = self._hashes[index]
+            parent = digest
         rest = self.tokens[len(found) * size : min((len(found) + 1) * size, len(self.tokens) - 1)]
         return Found(found, *pool.children.most_alike(parent + salt, rest.tobytes()))
+
+    def hashes(self, pool: BlockPool, salt: bytes, count: int) -> list[bytes]:
+        """Block hashes of at least the first `count` full blocks."""
+        size, hashes = pool.block_size, self._hashes
+        for index in range(len(hashes), count):
+            packed = self.tokens[index * size : (index + 1) * size].tobytes()
+            hashes.append(block_hash(hashes[-1] if hashes else pool.root, packed, salt))
+        return hashes
 
 
 class Request:
@@ -73,6 +82,8 @@ class Request:
 
     __slots__ = (
         "active",
+        "awaited",
+        "computed",
         "counted",
         "frontend",
         "groups",
@@ -95,6 +106,8 @@ class Request:
         self.salt = salt_digest(submit.cache_salt)
         self.state = RequestState.WAITING
         self.active: ActiveStart | None = None
+        self.awaited: bytes | None = None  # hash of the block in flight that it waits for
+        self.computed: dict[int, int] = {}  # tokens of each choice that an earlier start had computed
         self.preemptions = 0
         self.counted = False  # its lookup is in the statistics
         self.groups = self.group(submit.choices)
@@ -127,22 +140,37 @@ class ActiveStart:
 
 
 class WaitingQueue:
-    """Requests that wait: by priority, then arrival, then order of coming. Bounded by whoever adds."""
+    """Requests that wait: by priority, then arrival, then order of coming. Bounded by whoever adds.
 
-    __slots__ = ("_entries",)
+    Some may be set aside: they wait, and are in the queue, but have no turn until they are put back.
+    """
+
+    __slots__ = ("_aside", "_entries")
 
     def __init__(self) -> None:
         self._entries: list[tuple[tuple[int, float, int], Request]] = []
+        self._aside: dict[Request, None] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._aside)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in self._entries)
+        """Those that have a turn, in order, then those set aside."""
+        return chain((request for _, request in self._entries), self._aside)
 
     @property
-    def first(self) -> Request:
-        return self._entries[0][1]
+    def first(self) -> Request | None:
+        """Whose turn it is."""
+        return self._entries[0][1] if self._entries else None
+
+    def set_aside(self, request: Request) -> None:
+        self.remove(request)
+        self._aside[request] = None
+
+    def put_back(self, request: Request) -> None:
+        """To its place in the order."""
+        del self._aside[request]
+        self.add(request)
 
     def add(self, request: Request) -> None:
         insort(self._entries, (request.order, request), key=lambda entry: entry[0])

@@ -63,7 +63,7 @@ class Server:
         self._lock = HeldLock(lock_path(config.pool_directory, LOCK_NAME))
         self._endpoint = config.manager or manager_endpoint(config.pool_directory)
         self._boot_id = uuid.uuid4().hex
-        policy = Policy(config.max_waiting, config.watermark, config.runner_wait)
+        policy = Policy(config.max_waiting, config.watermark, config.runner_wait, config.prefix_wait)
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
         self._records: RecordFile | None = None

@@ -155,6 +155,7 @@ def end_runner(state: State, runner: Runner, quarantine: Quarantine | None, now:
     for active in runner.active.values():
         request = active.request
         request.active = None
+        state.withdraw(active)
         if request.state is not RequestState.GONE:
             state.forget(request)
             entry = (request.submit.request_id, request.submit.attempt)

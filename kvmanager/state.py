@@ -6,6 +6,7 @@ from typing import Any
 
 from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Client, Frontend, Quarantine, Runner
+from kvmanager.in_flight import InFlight
 from kvmanager.requests import ActiveStart, Request, RequestState, StartState, WaitingQueue
 
 MAX_REMEMBERED = 8192  # requests that are gone, kept to answer a repeated Submit
@@ -18,6 +19,7 @@ class Policy:
     max_waiting: int = 1024  # requests
     watermark: float = 0.01  # share of the pool
     runner_wait: float = 30.0  # seconds that requests wait while there is no runner
+    prefix_wait: float = 10.0  # seconds without progress after which nobody waits for a sequence's prefix
 
 
 class Effects:
@@ -37,7 +39,9 @@ class Counters:
 
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
+    prefix_waits: int = 0  # times that a request waited for a prefix in flight
     preemptions: int = 0
+    recomputed_tokens: int = 0  # that were computed before a preemption, and are to be computed again
     rejected: int = 0
     dropped_messages: int = 0
 
@@ -55,6 +59,7 @@ class State:
         self.quarantines: dict[str, Quarantine] = {}  # by lock
         self.survivors: set[str] = set()  # locks of an earlier start's processes without a used session
         self.waiting = WaitingQueue()
+        self.in_flight = InFlight(self.waiting)
         self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()
         self.counters = Counters()
         self.last_client_id = 0
@@ -75,6 +80,8 @@ class State:
         """The request is over for its frontend; a start of it may still have to end."""
         assert request.state is not RequestState.GONE
         if request.state is RequestState.WAITING:
+            if request.awaited is not None:
+                self.in_flight.leave(request)
             self.waiting.remove(request)
             self.admission_due = True
         request.state = RequestState.GONE
@@ -91,4 +98,11 @@ class State:
         if active is not None:
             if active.state is StartState.RUNNING:
                 active.runner.outbox.cancels.append(active.start_id)
+                self.withdraw(active)
             active.state = StartState.CANCELLING
+
+    def withdraw(self, active: ActiveStart) -> None:
+        """Nobody may wait for what this start has not yet computed."""
+        for sequence in active.sequences.values():
+            if self.in_flight.withdraw(sequence):
+                self.admission_due = True

@@ -153,7 +153,13 @@ class Metrics:
         counters = (
             ("vllm:prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the cache", stats.prefix_cache_hits),
-            ("vllm:num_preemptions", "Requests preempted because blocks ran out", stats.preemptions),
+            ("vllm:num_preemptions", "Requests that had to give way", stats.preemptions),
+            ("pagekeeper_prefix_waits", "Waits for a prefix that another computes", stats.prefix_waits),
+            (
+                "pagekeeper_recomputed_tokens",
+                "Tokens computed once more after a preemption",
+                stats.recomputed_tokens,
+            ),
             ("pagekeeper_evicted_blocks", "Cached blocks evicted", stats.evictions),
             ("pagekeeper_rejected_requests", "Requests that the manager refused", stats.rejected),
             ("pagekeeper_dropped_messages", "Messages that the manager dropped", stats.dropped_messages),

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tests.kvmanager.world import World
 
 BLOCK_SIZE = 4
+CHUNK = 10  # tokens of a sequence that a step computes, at most
 LAYOUT = Layout("fingerprint", "float32", BLOCK_SIZE, 1, 1, 2)
 
 
@@ -283,14 +284,17 @@ class FakeRunner(Process):
             sequence.source = None
             self.facts["sources_read"].append(sequence.key)
         before = sequence.computed // BLOCK_SIZE
-        for position in range(sequence.computed, len(sequence.tokens)):
+        end = min(sequence.computed + CHUNK, len(sequence.tokens))
+        for position in range(sequence.computed, end):
             block = sequence.table[position // BLOCK_SIZE]
             self.world.cells[block][position % BLOCK_SIZE] = tuple(sequence.tokens[: position + 1])
-        sequence.computed = len(sequence.tokens)
+        sequence.computed = end
         if sequence.computed // BLOCK_SIZE > before:
             new = sequence.untold(sequence.computed)
             self.facts["progress"].append(Progress(*sequence.key, new, sequence.computed))
             self.world.sealed(self, sequence)
+        if end < len(sequence.tokens):
+            return
         owners = [sequence]
         if sequence.forks:
             self.facts["forked"].append(Forked(*sequence.key, sequence.forks))

@@ -146,7 +146,9 @@ def test_evicting_one_of_two_copies_keeps_the_hit() -> None:
     scene = Scene(6)
     runner, frontend = scene.runner(), scene.frontend()
     start, one = scene.submit(frontend, runner, submission("a", [1] * 5, max_tokens=2))
-    other_start, other = scene.submit(frontend, runner, submission("b", [1] * 5, max_tokens=2))
+    other_start, other = scene.submit(
+        frontend, runner, submission("b", [1] * 5, max_tokens=2, read_cache=False)
+    )
     assert one.block_table != other.block_table
     scene.end(runner, start, 5)
     scene.end(runner, other_start, 5)

@@ -96,6 +96,10 @@ class CoreMachine(RuleBasedStateMachine):
             found.drain()
 
     @rule()
+    def wait(self) -> None:
+        self.world.wait(100.0)
+
+    @rule()
     def restart(self) -> None:
         self.world.restart()
 
@@ -124,6 +128,8 @@ def walk(seed: int, events: int) -> World:
         dice = chance.random()
         if dice < 0.004:
             world.restart()
+        elif dice > 0.99:
+            world.wait(100.0)
         elif dice < 0.012 and len(world.of_kind(type(process))) > 1:
             world.kill(process)
             world.add(type(process))
@@ -154,11 +160,14 @@ def test_long_random_histories_end_well(seed: int) -> None:
 
 def test_histories_reach_every_kind_of_event() -> None:
     """The random histories are worth something only if hits, evictions and preemptions happen in them."""
-    totals = [0, 0, 0]
+    totals = [0] * 6
     for seed in range(12):
         state = walk(seed, 300).core.state
         assert state.pool is not None
         totals[0] += state.counters.prefix_cache_hits
         totals[1] += state.pool.evictions
         totals[2] += state.counters.preemptions
+        totals[3] += state.counters.prefix_waits
+        totals[4] += state.counters.recomputed_tokens
+        totals[5] += sum(map(state.pool.is_partial, range(state.pool.num_blocks)))
     assert all(totals), totals

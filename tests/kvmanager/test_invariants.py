@@ -56,6 +56,12 @@ DAMAGE: dict[str, tuple[Callable[[Scene], object], str]] = {
     "waiting": (lambda s: setattr(s.core.state.waiting.first, "state", RequestState.RUNNING), "waits and is"),
     "placed": (lambda s: s.core.state.waiting.remove(s.core.state.waiting.first), "wrong place"),
     "nothing to run": (lambda s: s.core.state.actives()[0].sequences.clear(), "nothing to run"),
+    "announced": (lambda s: s.core.state.in_flight.producers.update({b"x": running(s)}), "not announced"),
+    "set aside": (lambda s: setattr(s.core.state.waiting.first, "awaited", b"x"), "not those set aside"),
+    "asleep": (
+        lambda s: s.core.state.in_flight.await_block(next(iter(s.core.state.waiting)), b"x"),
+        "that nobody computes",
+    ),
     "memory": (
         lambda s: s.core.state.gone.update({(0, str(number)): (0, False) for number in range(9000)}),
         "are remembered",

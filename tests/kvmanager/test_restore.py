@@ -178,7 +178,7 @@ def test_two_copies_survive_and_one_is_found() -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
     first, _ = scene.submit(frontend, runner, submission("a", [1] * 5))
-    second, _ = scene.submit(frontend, runner, submission("b", [1] * 5))
+    second, _ = scene.submit(frontend, runner, submission("b", [1] * 5, read_cache=False))
     scene.end(runner, first, 5)
     scene.end(runner, second, 5)
     core = start([scene.pool.record(block) for block in range(16)], ())

@@ -10,6 +10,7 @@ from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
 from kvmanager.invariants import audit
 from kvmanager.protocol import Directives, Start, StepReport, Submit, Welcome
+from kvmanager.requests import StartState
 from kvmanager.restore import restore_pool
 from kvmanager.state import Effects, Policy
 from tests.kvmanager.fake_clients import (
@@ -27,7 +28,7 @@ class World:
 
     def __init__(self, num_blocks: int = 16, policy: Policy | None = None) -> None:
         self.num_blocks = num_blocks
-        self.policy = policy or Policy(max_waiting=6, watermark=0.05, runner_wait=1000.0)
+        self.policy = policy or Policy(max_waiting=6, watermark=0.05, runner_wait=1e9, prefix_wait=100.0)
         self.now = 0.0
         self.boots = 0
         self.names = 0
@@ -70,6 +71,11 @@ class World:
         read = [records.unpack(record, BLOCK_SIZE) for record in self.records]
         self.boot(*restore_pool(LAYOUT, read, tuple(self.processes)), tuple(self.processes))
         self.carry_out(self.core.tick(self.tick()))
+
+    def wait(self, seconds: float) -> None:
+        """Nothing happens for a while."""
+        self.now += seconds
+        self.carry_out(self.core.tick(self.now))
 
     def tick(self) -> float:
         self.now += 0.001
@@ -146,6 +152,7 @@ class World:
                 self.check_copies_given_up(start)
                 shared = 0
             assert sequence.num_cached_tokens == hits * BLOCK_SIZE + shared, (start, hits, shared)
+            self.check_nobody_computes(start, salt, tokens, hits if read_cache else len(tokens))
             assert len(sequence.block_table) == -(-len(tokens) // BLOCK_SIZE)
             assert (sequence.copy_from is not None) == (shared > 0)
             holding = [block for block, _ in sequence.block_table[:hits]]
@@ -167,6 +174,20 @@ class World:
                     same += 1
                 most = max(most, same - start)
         return most
+
+    def check_nobody_computes(self, start: Start, salt: str, tokens: tuple[int, ...], hits: int) -> None:
+        """No start before this one is about to compute its next full block, or it takes too long."""
+        end = (hits + 1) * BLOCK_SIZE
+        for active in self.core.state.actives():
+            earlier = active.start_id < start.start_id and active.state is StartState.RUNNING
+            same_salt = active.request.submit.cache_salt == salt
+            for sequence in active.sequences.values() if earlier and same_salt and end <= len(tokens) else ():
+                if sequence.num_settled > hits:
+                    continue
+                given = sequence.tokens[: len(sequence.announced) * BLOCK_SIZE]
+                assert tuple(given[:end]) != tokens[:end] or (salt, tokens[:end]) in self.content.values(), (
+                    f"start {start.start_id} computes what start {active.start_id} does"
+                )
 
     def check_copies_given_up(self, start: Start) -> None:
         """Only where the block to copy from has to be evicted, as nothing else runs that could make room."""
