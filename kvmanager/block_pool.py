@@ -87,7 +87,7 @@ class BlockPool:
         self.free = FreeQueue(num_blocks)
         self.cached = FreeQueue(num_blocks)
         self.index = PrefixIndex()
-        self.children = Children()
+        self.children = Children(self.tokens)
         self.ledger = Ledger(num_blocks)
         self.counts = [num_blocks, 0, 0, 0, 0]
         self.changed: set[int] = set()
@@ -140,7 +140,8 @@ class BlockPool:
         self._move(block, SEALED)
         self.index.add(digest, block)
         key = parent_hash + salt
-        if self.children.add(key, tokens, block):
+        if self.children.only.setdefault(key, block) != block:
+            self.children.add(key, block)
             for other in self.children.beginnings(key, tokens):
                 if self.state[other] == CACHED and self.is_partial(other):
                     self.cached.remove(other)
@@ -180,8 +181,9 @@ class BlockPool:
             return
         if self.state[block] == SEALED:
             self._move(block, CACHED)
-            tokens = self.tokens[block]
-            if len(tokens) < self.block_bytes and self.children.is_covered(self._key(block), tokens, block):
+            if len(self.tokens[block]) < self.block_bytes and self.children.is_covered(
+                self._key(block), block
+            ):
                 self.cached.prepend(block)
             else:
                 self.cached.append(block)
@@ -208,7 +210,7 @@ class BlockPool:
         self.sealed_at[block] = record.sealed_at
         self._move(block, CACHED)
         self.index.add(record.block_hash, block)
-        self.children.add(record.parent_hash + record.salt, record.tokens, block)
+        self.children.add(record.parent_hash + record.salt, block)
         self.cached.append(block)
 
     def restore_quarantined(self, block: int, holder: Holder) -> None:
@@ -243,7 +245,7 @@ class BlockPool:
 
     def _forget_content(self, block: int) -> None:
         self.index.remove(self.block_hash[block], block)
-        self.children.remove(self._key(block), self.tokens[block], block)
+        self.children.remove(self._key(block), block)
         self.block_hash[block] = self.parent_hash[block] = NO_HASH
         self.tokens[block] = self.salt[block] = b""
 
