@@ -45,7 +45,7 @@ def prepare(pool_directory: str) -> Path:
 
 def lock_path(pool_directory: str, name: str) -> Path:
     """The lock file of process `name`. Raises PagekeeperError ("invalid_request") if that is a path."""
-    if not name or "/" in name or name.startswith(".") or len(name) > 128:
+    if not name.isprintable() or not name or "/" in name or name.startswith(".") or len(name) > 128:
         raise PagekeeperError(
             "invalid_request", f"lock name {name!r} is not a plain file name of at most 128 characters"
         )

@@ -198,12 +198,14 @@ class Server:
         """Register the client: its lock must be held, and its layout that of the pool, which is made for the
         first.
         """
+        if hello.lock == LOCK_NAME:  # not even opened: closing our own lock file again would drop the lock
+            return Refused("invalid_request", f"{hello.name}: the lock file {hello.lock!r} is the manager's")
         try:
             watched = WatchedLock(lock_path(self._config.pool_directory, hello.lock))
         except (PagekeeperError, OSError) as error:
             return Refused("invalid_request", f"{hello.name}: its lock file cannot be opened: {error}")
         refused = self._core.refusal(hello)
-        if refused is None and (hello.lock == LOCK_NAME or not watched.held()):
+        if refused is None and not watched.held():
             refused = Refused("invalid_request", f"{hello.name} does not hold its lock file {hello.lock!r}")
         if refused is None and isinstance(hello, RunnerHello) and self._core.layout is None:
             try:

@@ -67,7 +67,7 @@ def read(field: "dataclasses.Field[Any]", text: str, source: str) -> Any:
     meta = field.metadata
     try:
         value = meta["parse"](text)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter: a size that is infinite, such as 1e999
         raise SettingError(f"{source}={text!r} is not allowed; want {allowed(field)}") from None
     low, high = meta["minimum"], meta["maximum"]
     wrong = meta["choices"] and value not in meta["choices"]

@@ -141,7 +141,7 @@ def test_a_directory_that_cannot_be_made_says_why(tmp_path: Path) -> None:
         prepare(str(tmp_path / "file" / "pool"))
 
 
-@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "x" * 129])
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden", "x" * 129, "a\0b", "a\nb"])
 def test_lock_names_are_plain(name: str) -> None:
     with pytest.raises(PagekeeperError, match="plain file name"):
         lock_path("/pool", name)

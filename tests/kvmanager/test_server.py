@@ -16,6 +16,8 @@ import zmq
 
 from kvmanager.client import AsyncManagerClient, ManagerClient, manager_endpoint
 from kvmanager.errors import PagekeeperError
+from kvmanager.liveness import WatchedLock
+from kvmanager.paths import lock_path
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -294,7 +296,8 @@ def test_a_hello_without_a_held_lock_is_refused(daemon: Daemon) -> None:
         for lock, words in (
             ("free", b"does not hold"),
             ("absent", b"cannot be opened"),
-            ("manager", b"does not hold"),
+            ("manager", b"is the manager's"),
+            ("a\0b", b"cannot be opened"),
         ):
             socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 0)
@@ -303,6 +306,9 @@ def test_a_hello_without_a_held_lock_is_refused(daemon: Daemon) -> None:
             assert socket.poll(int(DEADLINE * 1000))
             assert words in socket.recv_multipart()[1]
             socket.close()
+        manager = WatchedLock(lock_path(daemon.directory, "manager"))
+        assert manager.held()
+        manager.close()
 
 
 def test_an_endpoint_that_cannot_be_bound_is_said_in_one_line(daemon: Daemon) -> None:
