@@ -31,8 +31,8 @@ def look_ahead(needs: Mapping[int, int]) -> int:
     """Blocks needed at the next step at which any are; `needs` maps steps after the planned one to blocks.
 
     They are asked for before the step that is planned now is computed, at the latest, so there is that step's
-    time for the answer. More would be held without a use: a hundredth of the memory with hundreds of sequences,
-    as some need a block at every step. The answer stays the same over steps at which none are needed, as all
-    distances fall together: such a step tells the manager nothing.
+    time for the answer. More would be held without a use: a hundredth of the memory with many sequences, of
+    which some need a block at every step. The answer stays the same over steps at which none are needed, as
+    all distances fall together: such a step tells the manager nothing.
     """
     return needs[min(needs)] if needs else 0

@@ -47,18 +47,18 @@ def shared_prefix(vocab_size: int) -> Workload:
     )
 
 
-def log_normal(vocab_size: int) -> Workload:
-    """Lengths as users have them: log-normal with means 160 in and 140 out, sigma 0.7, cut at 1,024."""
-    ids, count = random.Random("log-normal mix"), 128
+def log_normal(vocab_size: int, count: int = 128, means: tuple[float, float] = (160, 140)) -> Workload:
+    """Lengths as users have them: log-normal with these means in and out, sigma 0.7, cut at 1,024."""
+    ids = random.Random("log-normal mix")
 
     def lengths(mean: float) -> list[int]:
         drawn = [ids.lognormvariate(0, 0.7) for _ in range(count)]
         scale = mean * count / sum(drawn)
         return [min(1024, max(4, round(length * scale))) for length in drawn]
 
-    pairs = zip(lengths(160), lengths(140), strict=True)
+    pairs = zip(*map(lengths, means), strict=True)
     asks = tuple(Ask(tokens(ids, prompt, vocab_size), output) for prompt, output in pairs)
-    return Workload("log-normal mix, mean 160 in, 140 out", 32, asks)
+    return Workload(f"log-normal mix, mean {means[0]} in, {means[1]} out", 32, asks)
 
 
 def standard(vocab_size: int) -> Iterable[Workload]:
