@@ -1,12 +1,14 @@
 """Admission: which waiting request starts next, where, and on which blocks.
 
-Strictly in the queue's order: if the first one does not fit, nobody behind it starts, so that none starves.
+Strictly in the queue's order: if the first one does not fit, nobody behind it starts, so that none starves;
+and running ones of a lower priority give way to it.
 A request starts with all its sequences or not at all; until everything is known to be there, nothing is
 changed.
 """
 
 from dataclasses import dataclass, replace
 
+from kvmanager import pressure
 from kvmanager.block_pool import CACHED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Runner
@@ -160,16 +162,21 @@ def admit(state: State, now: float) -> None:
             continue
         postpone(pool, request)
         runner = pick_runner(state, request)
-        if runner is None:
+        if runner is None and not pressure.lower(state, request, now):
             return
         plan = plan_start(pool, request)
         if (digest := in_flight(state, pool, request, plan)) is not None:
             state.in_flight.await_block(request, digest)
             state.counters.prefix_waits += 1
             continue
+        if runner is None:
+            pressure.make_seats(state, request, now)
+            return
         if not fits(state, pool, request, plan):
+            needed = plan.new_blocks + plan.cached_hits
             plan = without_copies(plan)
             if any(runner.seats for runner in state.runners) or not fits(state, pool, request, plan):
+                pressure.make_blocks(state, pool, request, needed, now)
                 return
         start(state, pool, request, runner, plan, now)
 

@@ -98,6 +98,7 @@ class Core:
             reason = submissions.no_runner(state)
             for request in list(state.waiting):
                 admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)
+        state.admission_due |= state.waiting.first is not None
         for producer in state.in_flight.awaited_producers():
             if now - producer.advanced_at >= state.policy.prefix_wait and state.in_flight.withdraw(producer):
                 state.admission_due = True

@@ -1,7 +1,10 @@
-"""When blocks run out: credits are granted as far as blocks go, and then a running request gives way."""
+"""When there is no room: credits are granted as far as blocks go, and then a running request gives way: to
+those that run, or to one of a higher priority that waits.
+"""
 
 from kvmanager.block_pool import BlockPool
-from kvmanager.requests import ActiveStart, StartState
+from kvmanager.clients import Runner
+from kvmanager.requests import ActiveStart, Request, StartState
 from kvmanager.state import State
 
 SILENCE = 1.0  # seconds after which a runner is not waited for: nothing that it was told will happen soon
@@ -24,11 +27,56 @@ def relieve(state: State, pool: BlockPool, now: float) -> None:
     """
     if pool.available or not any(runner.credits_wanted and not runner.credits for runner in state.runners):
         return
+    running = settled(state, now)
+    if len(running) > 1:
+        preempt(state, max(running, key=order))
+
+
+def settled(state: State, now: float) -> list[ActiveStart]:
+    """What runs, on runners that are heard of; none if some of that is giving way already."""
     actives = [active for active in state.actives() if now - active.runner.last_heard < SILENCE]
-    running = [active for active in actives if active.state is StartState.RUNNING]
-    if len(running) < len(actives) or len(running) < 2:
-        return
-    preempt(state, max(running, key=lambda active: active.request.order))
+    if any(active.state is not StartState.RUNNING for active in actives):
+        return []
+    return actives
+
+
+def order(active: ActiveStart) -> tuple[int, float, int]:
+    return active.request.order
+
+
+def make_seats(state: State, request: Request, now: float) -> None:
+    """Preempt for a request that finds no runner: the last of a lower priority on one that would take it."""
+    yielding = lower(state, request, now)
+    able = [runner for runner in state.runners if seats_for(runner, request, yielding)]
+    victims = [active for active in yielding if active.runner in able]
+    if victims:
+        preempt(state, max(victims, key=order))
+
+
+def make_blocks(state: State, pool: BlockPool, request: Request, needed: int, now: float) -> None:
+    """Preempt the last of a lower priority for a request that needs so many blocks, if all those together
+    hold enough.
+    """
+    yielding = lower(state, request, now)
+    held = {block for each in yielding for sequence in each.sequences.values() for block in sequence.table}
+    if yielding and pool.available + len(held) >= needed:
+        preempt(state, max(yielding, key=order))
+
+
+def lower(state: State, request: Request, now: float) -> list[ActiveStart]:
+    """What runs with a lower priority than the request's."""
+    priority = request.submit.priority
+    return [active for active in settled(state, now) if active.request.submit.priority > priority]
+
+
+def seats_for(runner: Runner, request: Request, yielding: list[ActiveStart]) -> bool:
+    """Whether the runner could take the request if all of `yielding` that it has had left."""
+    free = runner.free_seats()
+    for active in yielding:
+        if active.runner is runner:
+            free += sum(1 + len(sequence.pending_forks) for sequence in active.sequences.values())
+    able = runner.ready and not runner.draining and runner.hello.max_model_len >= request.max_length
+    return able and free >= request.num_choices
 
 
 def preempt(state: State, active: ActiveStart) -> None:
