@@ -13,6 +13,7 @@ from kvmanager.errors import PagekeeperError
 from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
 from services.config import FrontendConfig, read_api_keys
+from services.http_protocol import bounded_head
 
 CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
 BACKLOG = 2048  # connections
@@ -49,7 +50,7 @@ def main() -> int:
         uvicorn.Config(
             make_app(config, model, name, on_fatal),
             loop="uvloop",
-            http="httptools",
+            http=bounded_head(config.client_timeout_seconds),
             ws="none",
             lifespan="on",
             access_log=False,

@@ -32,7 +32,7 @@ class FrontendConfig:
     )
     client_timeout_seconds: float = setting(
         120.0,
-        "how long a client may take to send a body, or not read what is sent",
+        "how long a client may take to send a head, then a body, or not read what is sent",
         unit="seconds",
         minimum=0.1,
     )

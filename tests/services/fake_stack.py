@@ -45,6 +45,7 @@ from kvmanager.protocol import (
 from services.app import load_model, make_app
 from services.config import FrontendConfig
 from services.context import ServedModel
+from services.http_protocol import bounded_head
 from services.model_source import resolve
 
 Script = Callable[[Submit, int], list[int]]
@@ -308,7 +309,12 @@ class Stack:
             config = FrontendConfig(pool_directory=self.pool_directory, **self._settings)
             app = make_app(config, self.model, f"frontend-{number}", self.fatal.append)
             server = uvicorn.Server(
-                uvicorn.Config(app, http="httptools", log_config=None, timeout_graceful_shutdown=1)
+                uvicorn.Config(
+                    app,
+                    http=bounded_head(config.client_timeout_seconds),
+                    log_config=None,
+                    timeout_graceful_shutdown=1,
+                )
             )
             servers.append(server)
             tasks.append(asyncio.create_task(server.serve(sockets=[listener])))
