@@ -61,6 +61,8 @@ FAULTS: dict[str, Callable[[int, Credits], StepReport]] = {
     "taken and returned": lambda s, c: StepReport(taken=(Taken(s, 0, (c[0],)),), returned=(c[0],)),
     "credits below 0": lambda s, c: StepReport(returned=(c[0],), credits_wanted=-1),
     "credits beyond reason": lambda s, c: StepReport(credits_wanted=1 << 40),
+    "tail tokens below 0": lambda s, c: StepReport(num_tail_tokens=-1),
+    "more tail tokens than slots": lambda s, c: StepReport(num_tail_tokens=16 * 4 + 1),
 }
 
 

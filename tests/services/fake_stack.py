@@ -161,7 +161,7 @@ class FakeManager:
     def stats(self, query_id: int) -> Stats:
         runner = RunnerStats("runner-0", 9, self.ready, False, self.running, 2, 0.0)
         pool = PoolStats(100, 16, free=60, reserved=10, sealed=20, cached=9, quarantined=1)
-        return Stats(query_id, pool, (runner,), 3, self.running, 1000, 400, 5, 6, 7, 0)
+        return Stats(query_id, pool, (runner,), 3, self.running, 1000, 400, 5, 6, 7, 0, used_tokens=360)
 
     # --- the model ----------------------------------------------------------------------------------------
 

@@ -80,6 +80,8 @@ def test_the_managers_figures() -> None:
         assert values["vllm:num_preemptions_total"] == 5
         names = ("free", "used", "cached", "quarantined")
         assert [values[f"pagekeeper_{name}_blocks"] for name in names] == [60, 30, 9, 1]
+        assert values["pagekeeper_used_tokens"] == 360
+        assert values["pagekeeper_waste_ratio"] == 0.25  # of 30 blocks of 16 slots
         stack.manager.deaf = True
         values = scrape(stack.url)
         assert values["pagekeeper_manager_up"] == 0
