@@ -86,6 +86,9 @@ class Manager:
     core_layout: Any = None
     """The layout of the pool's file."""
 
+    watch: Callable[[Core, Effects], None] = staticmethod(lambda core, effects: None)
+    """Told of each event's effects before they are carried out."""
+
     trace: Callable[[str, str, Any], None] = staticmethod(lambda who, what, detail: None)
 
     def take(self, now: float, connection: Connection, frames: Frames) -> None:
@@ -148,6 +151,7 @@ class Manager:
 
     def _carry_out(self, effects: Effects) -> None:
         pool = self.core.state.pool
+        self.watch(self.core, effects)
         self.touched |= effects.records
         for block in effects.records:
             assert pool is not None

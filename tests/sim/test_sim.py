@@ -12,8 +12,10 @@ from collections import Counter
 
 import pytest
 
+from gpu_runner.request import RunningSequence
 from gpu_runner.shared_tails import SharedTails
-from kvmanager import requests, sessions
+from kvmanager import admission, requests, sessions
+from kvmanager.ledger import Ledger
 from tests.sim.simulate import SimulationError, simulate
 
 MESSAGES = int(os.environ.get("PAGEKEEPER_SIM_MESSAGES", "300000"))
@@ -21,7 +23,10 @@ FIRST_SEED = int(os.environ.get("PAGEKEEPER_SIM_SEED", time.time_ns() // 1_000_0
 PER_SEED = 3000  # messages
 TIMEOUT = 300 + MESSAGES // 200  # seconds; many times what it takes
 
-MET = ("finished", "preemptions", "hit tokens", "evictions", "fenced", "refused", "stalls", "breaks")
+MET = (
+    *("finished", "preemptions", "hit tokens", "evictions", "fenced", "refused", "stalls", "breaks"),
+    *("copied tails", "prefix waits", "recomputed tokens"),
+)
 KILLS = ("manager kills", "runner kills", "frontend kills")
 MESSAGES_PER_KILL = 150  # at most, for each kind: 2,000 kills in 300,000 messages
 
@@ -58,6 +63,13 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
 PLANTED = {
     "a shared tail is written in place": (SharedTails, "is_shared", lambda self, block: False),
     "salts are ignored": (requests, "salt_digest", lambda salt: b""),
+    "a tail is not copied": (
+        RunningSequence,
+        "first_copy",
+        lambda self: (self.sequence.block_table[-1],) * 2,
+    ),
+    "nobody waits for a prefix": (admission, "in_flight", lambda state, pool, request, plan: None),
+    "the tail that others write on is sealed": (Ledger, "ref_count", lambda self, block: 1),
     "a fenced runner's blocks are reused": (sessions, "quarantine_of", lambda state, lock: None),
 }
 

@@ -19,6 +19,7 @@ from tests.sim.model import BLOCK_SIZE, LAYOUT
 from tests.sim.network import Connection
 from tests.sim.process import Process
 from tests.sim.runner import Capacity, Runner
+from tests.sim.sharing import Sharing
 from tests.sim.workload import Workload, shape
 
 TICK: Final = 0.05  # seconds, of the manager
@@ -49,6 +50,7 @@ class World:
         self.cells = [[0] * BLOCK_SIZE for _ in range(self.shape.num_blocks)]
         self.connections: list[Connection] = []
         self.contents = checks.Contents(self.cells)
+        self.sharing = Sharing(self.statistics)
         self.workload = Workload(self.random, self.shape.num_blocks)
         self.policy = Policy(max_waiting=200, watermark=0.02, runner_wait=1000.0)
         self.manager: Manager | None = None
@@ -142,6 +144,8 @@ class World:
         self.manager = Manager(self.disk, f"boot-{self._boots}", self.policy, self.now)
         self.manager.core_layout = LAYOUT
         self.manager.trace = self.trace
+        self.sharing.restart()
+        self.manager.watch = lambda core, effects: self.sharing.event(core, effects, self.workload.salts)
         self.manager.open(self.now)
 
     # --- what happens to them -------------------------------------------------------------------------------
@@ -368,6 +372,8 @@ class World:
         counters = manager.core.state.counters
         self.statistics["preemptions"] += counters.preemptions
         self.statistics["hit tokens"] += counters.prefix_cache_hits
+        self.statistics["prefix waits"] += counters.prefix_waits
+        self.statistics["recomputed tokens"] += counters.recomputed_tokens
         self.statistics["fenced"] += len(manager.faults)
         if manager.core.state.pool is not None:
             self.statistics["evictions"] += manager.core.state.pool.evictions
