@@ -17,18 +17,16 @@ def connect(stack: Stack) -> socket.socket:
 def answer(connection: socket.socket) -> bytes:
     """Everything until the server closes the connection."""
     data = b""
-    try:
-        while part := connection.recv(65536):
-            data += part
-    except ConnectionResetError:  # it had more of ours to read when it closed
-        return data
+    while part := connection.recv(65536):
+        data += part
     return data
 
 
-@pytest.mark.parametrize("line", [b"A: " + b"x" * 70_000, b"A: x\r\n" * 12_000, b"x" * 70_000])
+@pytest.mark.parametrize("line", [b"A: x\r\n", b"x"])
 def test_a_head_that_is_too_long_is_431(line: bytes) -> None:
+    head = (b"GET /health HTTP/1.1\r\nHost: x\r\nA: x" + line * MAX_HEAD_BYTES)[: MAX_HEAD_BYTES + 1]
     with Stack() as stack, connect(stack) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + line)
+        connection.sendall(head)  # no byte more, so that the server has read all of it when it closes
         found = answer(connection)
         assert found.startswith(b"HTTP/1.1 431 ")
         assert f"more than {MAX_HEAD_BYTES} bytes".encode() in found
@@ -44,7 +42,9 @@ def test_a_head_that_does_not_come_is_408(sent: bytes) -> None:
 def test_a_second_head_on_a_connection_is_bounded_too() -> None:
     with Stack(client_timeout_seconds=0.2) as stack, connect(stack) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        first = connection.recv(65536)
+        while not first.endswith(b"{}"):
+            first += connection.recv(65536)
         connection.sendall(b"GET /hea")
         assert answer(connection).startswith(b"HTTP/1.1 408 ")
 
