@@ -15,6 +15,8 @@ from kvmanager.settings import load
 log = logging.getLogger("gpu_runner")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
+TRANSIENT = ("manager_absent", "internal")  # codes of errors that starting again may mend
 
 
 def load_engine(config: RunnerConfig) -> Engine:
@@ -40,7 +42,9 @@ def serve(config: RunnerConfig, engine: Engine) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 after a drain, 1 with one line on stderr if there is nothing to serve."""
+    """Returns the exit status: 0 after a drain; else one line on stderr says why there is nothing to serve, and
+    the status whether starting again may help (1) or not (2: the model, the pool or a setting cannot work).
+    """
     config = load(RunnerConfig, "pagekeeper runner", argv, os.environ)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: sys.exit(0))
@@ -51,17 +55,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         engine = load_engine(config)
     except ValueError as error:
-        return _failed(error)
+        return _failed(error, CONFIGURATION_ERROR)
     try:
         serve(config, engine)
     except PagekeeperError as error:
-        return _failed(error)
+        return _failed(error, 1 if error.code in TRANSIENT else CONFIGURATION_ERROR)
     return 0
 
 
-def _failed(error: Exception) -> int:
+def _failed(error: Exception, status: int) -> int:
     print(f"pagekeeper runner: {error}", file=sys.stderr)
-    return 1
+    return status
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ COLLECT_AFTER: Final = (
 
 def main() -> int:
     """0 after a clean end; 1 with one line that says why it cannot run."""
-    config = load(ManagerConfig, "python -m kvmanager", sys.argv[1:], os.environ)
+    config = load(ManagerConfig, "pagekeeper kvmanager", sys.argv[1:], os.environ)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     try:
         server = Server(config)
-    except PagekeeperError as error:
-        print(f"kvmanager: {error.message}", file=sys.stderr)
+    except (PagekeeperError, OSError) as error:
+        print(f"kvmanager: {error}", file=sys.stderr)
         return 1
     try:
         gc.freeze()  # what is there now stays: the collector need not look at it again

@@ -35,7 +35,13 @@ def read_layout(pool_directory: str) -> tuple[Layout, int] | None:
         msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)  # checks the types of the fields
     except (FileNotFoundError, msgspec.DecodeError, TypeError):
         return None
-    return (layout, pool_file.num_blocks) if pool_file.format == FORMAT else None
+    good = pool_file.format == FORMAT and pool_file.num_blocks > 0 and has_size(layout)
+    return (layout, pool_file.num_blocks) if good else None
+
+
+def has_size(layout: Layout) -> bool:
+    """Whether a block of this layout has bytes."""
+    return min(layout.block_size, layout.num_layers, layout.num_kv_heads, layout.head_dim) > 0
 
 
 def why_unusable(pool_directory: str, pool_bytes: int) -> str:
@@ -76,13 +82,17 @@ def remove(pool_directory: str) -> bool:
 def create(pool_directory: str, layout: Layout, pool_bytes: int) -> int:
     """Make an empty pool, in place of any that is there. Returns its number of blocks.
 
-    Raises PagekeeperError ("internal") with the bytes wanted, those free and the setting to change.
+    Raises PagekeeperError ("invalid_request") with the bytes wanted, those free and the setting to change.
     """
     root = Path(pool_directory)
+    if not has_size(layout):
+        raise PagekeeperError(
+            "invalid_request", f"a block of {layout} has no bytes: all sizes must be positive"
+        )
     num_blocks = pool_bytes // layout.block_bytes
     if num_blocks < 1:
         raise PagekeeperError(
-            "internal",
+            "invalid_request",
             f"pool_bytes={pool_bytes} is less than one block of this model ({layout.block_bytes} bytes)",
         )
     remove(pool_directory)
@@ -96,7 +106,7 @@ def create(pool_directory: str, layout: Layout, pool_bytes: int) -> int:
         space = os.statvfs(root)
         wanted = num_blocks * (layout.block_bytes + record_bytes(layout.block_size))
         raise PagekeeperError(
-            "internal",
+            "invalid_request",
             f"cannot make a pool of {wanted} bytes in {root} ({error.strerror}): "
             f"{space.f_bavail * space.f_frsize} bytes are free; lower pool_bytes (now {pool_bytes})",
         ) from error

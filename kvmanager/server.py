@@ -210,8 +210,8 @@ class Server:
         if refused is None and isinstance(hello, RunnerHello) and self._core.layout is None:
             try:
                 self._create_pool(hello)
-            except PagekeeperError as error:
-                refused = Refused(error.code, error.message)
+            except (PagekeeperError, OSError) as error:
+                refused = Refused(getattr(error, "code", "invalid_request"), str(error))
         if refused is not None:
             watched.close()
             return refused

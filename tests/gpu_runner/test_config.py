@@ -44,8 +44,8 @@ def run_python(*argv: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize(
     ("flag", "status", "words"),
     [
-        ("--model=", 1, "pagekeeper runner: model='' is not allowed"),
-        ("--model=/nowhere/model.gguf", 1, "pagekeeper runner: model /nowhere/model.gguf: found nothing"),
+        ("--model=", 2, "pagekeeper runner: model='' is not allowed"),
+        ("--model=/nowhere/model.gguf", 2, "pagekeeper runner: model /nowhere/model.gguf: found nothing"),
         ("--threads=many", 2, "--threads='many' is not allowed; want a whole number"),
     ],
 )

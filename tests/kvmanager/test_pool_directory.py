@@ -2,9 +2,11 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvmanager import pool_directory
@@ -75,6 +77,17 @@ def test_a_layout_of_wrong_types_or_another_format_is_no_pool(directory: str) ->
     assert pool_directory.read_layout(directory) is None
     path.write_text(good.replace('"format":1', '"format":2'))
     assert pool_directory.read_layout(directory) is None
+
+
+@pytest.mark.parametrize("field", ["block_size", "num_layers", "num_kv_heads", "head_dim"])
+@pytest.mark.parametrize("size", [0, -4])
+def test_a_layout_without_bytes_is_no_pool(directory: str, field: str, size: int) -> None:
+    pool_directory.create(directory, LAYOUT, SIZE)
+    path = Path(directory) / "layout.json"
+    path.write_text(re.sub(f'"{field}":[0-9]+', f'"{field}":{size}', path.read_text()))
+    assert "layout.json is missing, damaged" in pool_directory.why_unusable(directory, SIZE)
+    with pytest.raises(PagekeeperError, match="has no bytes"):
+        pool_directory.create(directory, msgspec.structs.replace(LAYOUT, **{field: size}), SIZE)
 
 
 def test_another_size_is_unusable(directory: str) -> None:

@@ -287,7 +287,25 @@ def test_another_layout_is_refused_and_reset_empties_the_pool(daemon: Daemon) ->
 def test_a_pool_that_cannot_be_made_is_refused_to_the_runner(daemon: Daemon) -> None:
     with pytest.raises(PagekeeperError, match="pool_bytes=8192 is less than one block"):
         daemon.runner(layout=Layout("large", "float32", 4096, 1, 1, 2))
+    with pytest.raises(PagekeeperError, match="has no bytes"):
+        daemon.runner(layout=Layout("empty", "float32", 4, 0, 1, 2))
+    (Path(daemon.directory) / "kv.bin").mkdir()
+    with pytest.raises(PagekeeperError, match=r"kv\.bin"):
+        daemon.runner()
+    (Path(daemon.directory) / "kv.bin").rmdir()
     daemon.runner().close()
+
+
+def test_a_directory_that_cannot_be_read_is_said_in_one_line(daemon: Daemon) -> None:
+    daemon.frontend().close()
+    daemon.stop()
+    (Path(daemon.directory) / "layout.json").mkdir()
+    daemon.start()
+    assert daemon.process is not None
+    _, errors = daemon.process.communicate(timeout=DEADLINE)
+    assert daemon.process.returncode == 1
+    assert errors.count("\n") == 1
+    assert "layout.json" in errors
 
 
 def test_a_hello_without_a_held_lock_is_refused(daemon: Daemon) -> None:
