@@ -42,8 +42,9 @@ def serve(config: RunnerConfig, engine: Engine) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 after a drain; else one line on stderr says why there is nothing to serve, and
-    the status whether starting again may help (1) or not (2: the model, the pool or a setting cannot work).
+    """Returns the exit status: 0 after a drain; else one line on stderr says why there is nothing to serve,
+    and the status whether starting again may help (1) or not (2: the model, the pool or a setting cannot
+    work).
     """
     config = load(RunnerConfig, "pagekeeper runner", argv, os.environ)
     for number in STOP_SIGNALS:
