@@ -1,4 +1,4 @@
-"""Searches in a pool too small for all of them (33 blocks is just enough for one): the real manager's core and a real scheduler."""
+"""Searches in a pool too small for all of them (33 blocks is just enough for one), with the real core."""
 
 import pytest
 
