@@ -22,6 +22,10 @@ class Engine(Protocol):
     def max_model_len(self) -> int:
         """Tokens, prompt and output together."""
 
+    @property
+    def shared_pool(self) -> bool:
+        """Whether blocks are in the pool directory's `kv.bin`, and not in the memory of a device."""
+
     def describe(self) -> Mapping[str, object]:
         """What the log says of it at start, by name."""
 

@@ -48,6 +48,7 @@ class Server:
             engine.layout,
             config.max_num_seqs,
             engine.max_model_len,
+            engine.shared_pool,
         )
         self._client = ManagerClient(config.manager, hello, config.pool_directory)
         self._sender = TokenSender(config.frontend_seconds, config.max_unsent_tokens)

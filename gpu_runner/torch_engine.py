@@ -54,6 +54,7 @@ class TorchEngine:
                 f"max_model_len={self.max_model_len} is not allowed; this model takes {shape.max_model_len}"
             )
         self.eos_token_ids = frozenset(self._model.eos_token_ids)
+        self.shared_pool = self._device.type == "cpu"
         self._executor: Executor | None = None
 
     def describe(self) -> Mapping[str, object]:

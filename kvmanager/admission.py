@@ -178,6 +178,10 @@ def admit(state: State, now: float) -> None:
             if any(runner.seats for runner in state.runners) or not fits(state, pool, request, plan):
                 pressure.make_blocks(state, pool, request, needed, now)
                 return
+        if state.tiering is not None:
+            hits = [found.blocks for found in plan.found]
+            if state.tiering.must_wait(pool, request, hits, now):
+                return
         start(state, pool, request, runner, plan, now)
 
 
@@ -194,8 +198,9 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
     state.waiting.remove(request)
     request.state = RequestState.RUNNING
     state.last_start_id += 1
-    active = ActiveStart(state.last_start_id, request, runner)
+    active = ActiveStart(state.last_start_id, request, runner, now)
     request.active = active
+    request.copies_until = None
     runner.active[active.start_id] = active
     runner.seats += request.num_choices
     for group, found in zip(request.groups, plan.found, strict=True):

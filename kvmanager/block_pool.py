@@ -46,6 +46,7 @@ class BlockPool:
     """All blocks of one layout. New: every block is free."""
 
     __slots__ = (
+        "backed",
         "block_bytes",
         "block_hash",
         "block_size",
@@ -86,6 +87,8 @@ class BlockPool:
         self.sealed_at = [0.0] * num_blocks
         self.free = FreeQueue(num_blocks)
         self.cached = FreeQueue(num_blocks)
+        self.backed = FreeQueue(num_blocks)
+        """Cached blocks that need no copy any more, as a tier has their content: evicted before `cached`."""
         self.index = PrefixIndex()
         self.children = Children(self.tokens)
         self.ledger = Ledger(num_blocks)
@@ -113,7 +116,7 @@ class BlockPool:
             block = self.free.pop()
         else:
             assert self.may_evict, "no block may be evicted now"
-            block = self.cached.pop()
+            block = (self.backed or self.cached).pop()
             self._forget_content(block)
             self.evictions += 1
         self.generation[block] += 1
@@ -143,7 +146,7 @@ class BlockPool:
         if self.children.only.setdefault(key, block) != block:
             self.children.add(key, block)
             for other in self.children.beginnings(key, tokens):
-                if self.state[other] == CACHED and self.is_partial(other):
+                if other in self.cached and self.is_partial(other):
                     self.cached.remove(other)
                     self.cached.prepend(other)
         self.changed.add(block)
@@ -163,10 +166,15 @@ class BlockPool:
     def hold(self, block: int, holder: Holder) -> None:
         """One more holder of a block that is in use or cached."""
         if self.state[block] == CACHED:
-            self.cached.remove(block)
+            (self.backed if block in self.backed else self.cached).remove(block)
             self._move(block, SEALED)
         assert self.state[block] != FREE, f"block {block} is free: grant it"
         self.ledger.add(block, holder)
+
+    def set_aside(self, block: int) -> None:
+        """This cached block need not be copied before it is evicted."""
+        self.cached.remove(block)
+        self.backed.append(block)
 
     def transfer(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds the block instead of `holder`; nothing else changes."""

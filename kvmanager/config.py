@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvmanager.paths import default_pool_directory
 from kvmanager.settings import parse_bytes, setting
+from kvmanager.tiering import RESUME_CHOICES
 
 
 @dataclass(frozen=True)
@@ -28,4 +29,14 @@ class ManagerConfig:
         "how long requests wait for a prefix whose computing makes no progress; 0: not at all",
         unit="seconds",
         minimum=0.0,
+    )
+    disk_tier: str = setting("", "file that keeps evicted blocks, also over restarts; none: no disk tier")
+    disk_bytes: int = setting(
+        10 << 30, "what the disk tier's file may take at most", unit="bytes", parse=parse_bytes, minimum=1
+    )
+    resume: str = setting(
+        "auto",
+        "how blocks come back from the disk tier: where copying is cheaper than computing by measured rates, "
+        "always, or as auto but never for preempted requests",
+        choices=RESUME_CHOICES,
     )

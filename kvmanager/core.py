@@ -4,9 +4,10 @@ files.
     effects = core.handle(now, client_id, message)      a message under a session
     answer, effects = core.hello(now, hello)            a Hello
     effects = core.process_died(now, lock)              a process no longer holds its lock
+    effects = core.copied(now, copy, …)                 a copy from or to the tier is over
     effects = core.tick(now)                            time passes
 
-The caller carries effects out in their order: records, then messages, then sessions that ended.
+The caller carries effects out in their order: records, messages, copies, then sessions that ended.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from kvmanager.protocol import (
     Welcome,
 )
 from kvmanager.state import Effects, Policy, State
+from kvmanager.tiering import Tiering
+from kvmanager.tiers import Copy, Tier
 
 
 class Core:
@@ -39,9 +42,14 @@ class Core:
         self._pool_directory = pool_directory
 
     def attach(
-        self, pool: BlockPool, quarantines: tuple[Quarantine, ...] = (), survivors: tuple[str, ...] = ()
+        self,
+        pool: BlockPool,
+        quarantines: tuple[Quarantine, ...] = (),
+        survivors: tuple[str, ...] = (),
+        tier: Tier | None = None,
     ) -> None:
-        """Use this pool. `survivors`: locks of processes that were there before this start.
+        """Use this pool, and the tier below it. `survivors`: locks of processes that were there before this
+        start.
 
         Until they have used a session with this one, or die, they may read any block that only looks unused:
         nothing is evicted meanwhile.
@@ -52,6 +60,8 @@ class Core:
         state.quarantines = {quarantine.lock: quarantine for quarantine in quarantines}
         state.survivors = set(survivors)
         pool.may_evict = not survivors
+        if tier is not None:
+            state.tiering = Tiering(tier, state.policy.resume)
 
     @property
     def layout(self) -> Layout | None:
@@ -89,9 +99,25 @@ class Core:
         sessions.gone(self.state, lock, now)
         return self._settle(now)
 
+    def copied(self, now: float, copy: Copy, promotion: bool, good: bool, seconds: float) -> Effects:
+        """A copy that an effect asked for is over, after `seconds`. A promotion is `good` only if the block
+        now holds its content to the last bit.
+        """
+        state = self.state
+        assert state.pool is not None
+        assert state.tiering is not None
+        if promotion:
+            state.tiering.promoted(state.pool, copy, good, seconds, now)
+        else:
+            state.tiering.demoted(state.pool, copy, good, now)
+        state.admission_due = True
+        return self._settle(now)
+
     def tick(self, now: float) -> Effects:
         """Called regularly, a few times per second or more."""
         state = self.state
+        if state.tiering is not None and state.tiering.comebacks:
+            state.admission_due = True  # a request that waits for them may have waited long enough
         if state.runners:
             state.last_runner_seen = now
         elif now - state.last_runner_seen >= state.policy.runner_wait:
@@ -149,6 +175,8 @@ class Core:
             if state.admission_due:
                 admission.admit(state, now)
             pressure.relieve(state, state.pool, now)
+            if state.tiering is not None:
+                state.tiering.demote_ahead(state.pool, now)
         return self._effects()
 
     def _effects(self) -> Effects:
@@ -160,5 +188,7 @@ class Core:
         effects = state.effects
         if state.pool is not None:
             effects.records, state.pool.changed = state.pool.changed, set()
+        if state.tiering is not None:
+            effects.demotions, effects.promotions = state.tiering.take()
         state.effects = Effects()
         return effects

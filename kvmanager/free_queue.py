@@ -33,6 +33,12 @@ class FreeQueue:
             yield block
             block = self._next[block]
 
+    @property
+    def first(self) -> int:
+        """The block that `pop` would take; the queue must not be empty."""
+        assert self._length, "the queue is empty"
+        return self._next[self._head]
+
     def append(self, block: int) -> None:
         """Add `block` as the last; it must not be in the queue."""
         assert self._next[block] == _ABSENT, f"block {block} is already in the queue"

@@ -2,7 +2,7 @@
 
 from kvmanager.block_pool import SEALED, BlockPool
 from kvmanager.hashing import TOKEN_BYTES
-from kvmanager.protocol import PoolStats, RunnerStats, Stats
+from kvmanager.protocol import PoolStats, RunnerStats, Stats, TierStats
 from kvmanager.state import State
 
 
@@ -35,6 +35,7 @@ def statistics(state: State, query_id: int, now: float) -> Stats:
         prefix_waits=counters.prefix_waits,
         recomputed_tokens=counters.recomputed_tokens,
         used_tokens=used_tokens(state, state.pool) if state.pool else 0,
+        tier=tier_statistics(state),
     )
 
 
@@ -48,3 +49,11 @@ def used_tokens(state: State, pool: BlockPool) -> int:
         - missing
         + sum(runner.num_tail_tokens for runner in state.runners)
     )
+
+
+def tier_statistics(state: State) -> TierStats:
+    if state.pool is None or state.tiering is None:
+        return TierStats()
+    tier = state.tiering.tier
+    size = len(tier) * state.pool.layout.block_bytes
+    return TierStats(tier.num_slots, len(tier), size, tier.demotions, tier.promotions, tier.failures)

@@ -14,7 +14,7 @@ from kvmanager.state import MAX_REMEMBERED, State
 
 def audit(state: State) -> list[str]:
     """What is violated, one line each; empty when all is well."""
-    return [*_pool(state), *_sessions(state), *_requests(state), *_in_flight(state)]
+    return [*_pool(state), *_tier(state), *_sessions(state), *_requests(state), *_in_flight(state)]
 
 
 def _pool(state: State) -> Iterator[str]:
@@ -25,7 +25,9 @@ def _pool(state: State) -> Iterator[str]:
     for kind, name in enumerate(STATE_NAMES):
         if counted[kind] != pool.counts[kind]:
             yield f"{counted[kind]} blocks are {name} and {pool.counts[kind]} are counted"
-    free, cached = set(pool.free), set(pool.cached)
+    free, cached = set(pool.free), {*pool.cached, *pool.backed}
+    if len(pool.cached) + len(pool.backed) != len(cached):
+        yield "a cached block is in both of the queues for eviction"
     for block in range(pool.num_blocks):
         kind = pool.state[block]
         if (block in free) != (kind == FREE) or (block in cached) != (kind == CACHED):
@@ -76,11 +78,42 @@ def _ledger(state: State, pool: BlockPool) -> Iterator[str]:
     for quarantine in state.quarantines.values():
         for block in quarantine.blocks:
             expected.setdefault(block, []).append(quarantine)
+    if state.tiering is not None:
+        for copy in state.tiering.tier.demoting.values():
+            expected.setdefault(copy.block, []).append(state.tiering.demoter)
+        for comeback in set(state.tiering.comebacks.values()):
+            for block in comeback.blocks:
+                expected.setdefault(block, []).append(comeback)
     for block in range(pool.num_blocks):
         listed, wanted = pool.ledger.holders(block), expected.get(block, [])
         if len(listed) != len(wanted) or set(listed) != set(wanted):
             names = [holder.describe() for holder in listed]
             yield f"block {block} is held by {names} and wanted by {[holder.describe() for holder in wanted]}"
+
+
+def _tier(state: State) -> Iterator[str]:
+    """Slots are used once; copies under way are of content that is there, into blocks nobody else touches."""
+    pool, tiering = state.pool, state.tiering
+    if pool is None or tiering is None:
+        return
+    tier = tiering.tier
+    slots = [slot for slot, _ in tier.contents()] + [copy.slot for copy in tier.demoting.values()]
+    if len(slots) != len(set(slots)) or len(slots) > tier.num_slots:
+        yield f"the tier's slots are used more than once: {sorted(slots)}"
+    for slot, content in tier.contents():
+        if block_hash(content.parent_hash, content.tokens, content.salt) != content.block_hash:
+            yield f"slot {slot} has a hash that is not that of its content"
+    for digest, copy in tier.demoting.items():
+        if pool.state[copy.block] != SEALED or pool.block_hash[copy.block] != digest:
+            yield f"block {copy.block} is copied to the tier as something else"
+    if set(tier.promoting) != set(tiering.comebacks):
+        yield "promotions under way are not those that requests asked for"
+    for copy in tier.promoting.values():
+        if pool.state[copy.block] != RESERVED or pool.ledger.ref_count(copy.block) != 1:
+            yield f"block {copy.block} is filled from the tier and is {name_of(pool, copy.block)}"
+    for comeback in set(tiering.comebacks.values()):
+        if comeback.pending != sum(other is comeback for other in tiering.comebacks.values()):
+            yield f"{comeback.describe()}: another number is under way"
 
 
 def _sessions(state: State) -> Iterator[str]:

@@ -27,6 +27,8 @@ def relieve(state: State, pool: BlockPool, now: float) -> None:
     """
     if pool.available or not any(runner.credits_wanted and not runner.credits for runner in state.runners):
         return
+    if blocks_return(state, now):
+        return
     running = settled(state, now)
     if len(running) > 1:
         preempt(state, max(running, key=order))
@@ -38,6 +40,11 @@ def settled(state: State, now: float) -> list[ActiveStart]:
     if any(active.state is not StartState.RUNNING for active in actives):
         return []
     return actives
+
+
+def blocks_return(state: State, now: float) -> bool:
+    """Whether blocks come back in a moment, as they are only being copied to the tier."""
+    return state.tiering is not None and state.tiering.blocks_return(now)
 
 
 def order(active: ActiveStart) -> tuple[int, float, int]:
@@ -59,7 +66,7 @@ def make_blocks(state: State, pool: BlockPool, request: Request, needed: int, no
     """
     yielding = lower(state, request, now)
     held = {block for each in yielding for sequence in each.sequences.values() for block in sequence.table}
-    if yielding and pool.available + len(held) >= needed:
+    if yielding and pool.available + len(held) >= needed and not blocks_return(state, now):
         preempt(state, max(yielding, key=order))
 
 

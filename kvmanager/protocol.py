@@ -1,5 +1,5 @@
 """Every message between frontends, the KV manager and runners: declared once, as frozen tagged Structs (their
-parts that say how to choose tokens in `sampling_params`).
+parts that say how to choose tokens in `sampling_params`, figures in `stats`).
 
 Transport and framing
     Clients (frontends, runners) hold a DEALER socket to the manager's ROUTER. A message is two frames:
@@ -25,6 +25,9 @@ import msgspec
 from kvmanager.sampling_params import BeamParams as BeamParams
 from kvmanager.sampling_params import Message as Message
 from kvmanager.sampling_params import SamplingParams as SamplingParams
+from kvmanager.stats import PoolStats as PoolStats
+from kvmanager.stats import RunnerStats as RunnerStats
+from kvmanager.stats import TierStats as TierStats
 
 PROTOCOL_VERSION = 1
 
@@ -95,6 +98,7 @@ class RunnerHello(Message, frozen=True, tag=True):
     layout: Layout
     max_num_seqs: int
     max_model_len: int  # tokens
+    shared_pool: bool = True  # false: its blocks are in its device's memory, and `kv.bin` does not hold them
 
 
 class Welcome(Message, frozen=True, tag=True):
@@ -170,30 +174,6 @@ class RunnerLost(Message, frozen=True, tag=True):
     requests: tuple[tuple[str, int], ...]
 
 
-class PoolStats(Message, frozen=True):
-    """Blocks by state; they add up to `num_blocks`."""
-
-    num_blocks: int
-    block_size: int  # tokens
-    free: int
-    reserved: int
-    sealed: int
-    cached: int
-    quarantined: int
-
-
-class RunnerStats(Message, frozen=True):
-    """One runner, as the manager sees it. Counters only rise within one incarnation."""
-
-    name: str
-    client_id: int
-    ready: bool
-    draining: bool
-    running: int  # sequences
-    credits: int  # blocks
-    last_report_age: float  # seconds
-
-
 class Stats(Message, frozen=True, tag=True):
     """Answer to StatsQuery. Counters only rise within one boot."""
 
@@ -211,6 +191,7 @@ class Stats(Message, frozen=True, tag=True):
     prefix_waits: int = 0  # times that a request waited for a prefix that another one computed
     recomputed_tokens: int = 0  # computed once more after a preemption
     used_tokens: int = 0  # gauge: slots that hold a token, of those in reserved and sealed blocks
+    tier: TierStats = TierStats()
 
 
 # --- runner → manager ---------------------------------------------------------------------------------------

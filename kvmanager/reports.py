@@ -155,6 +155,7 @@ def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now
         active[start_id].sequences[choice].copied(pool)
     for progress in report.progress:
         sequence = active[progress.start_id].sequences[progress.choice]
+        measure(state, active[progress.start_id], sequence, progress.num_computed_tokens, now)
         sequence.advance(pool, progress.new_token_ids, progress.num_computed_tokens, now)
         if sequence.num_settled < len(sequence.announced) and state.in_flight.settle(sequence):
             state.admission_due = True
@@ -180,6 +181,15 @@ def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now
         state.admission_due = True
 
 
+def measure(state: State, active: ActiveStart, sequence: Sequence, num_computed: int, now: float) -> None:
+    """The first report on a start tells how fast given tokens are computed here, the wait for it included."""
+    if state.tiering is None or active.started_at is None:
+        return
+    if sequence.num_computed < num_computed <= len(sequence.tokens):
+        state.tiering.tier.computing.add(num_computed - sequence.num_computed, now - active.started_at, now)
+    active.started_at = None
+
+
 def fork(runner: Runner, active: ActiveStart, item: Forked, pool: BlockPool) -> None:
     parent = active.sequences[item.choice]
     for choice in item.children:
@@ -203,6 +213,7 @@ def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockP
 def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: float) -> None:
     """Take one sequence's blocks back; with the last one, the start is over."""
     sequence = active.sequences.pop(item.choice)
+    measure(state, active, sequence, item.num_computed_tokens, now)
     sequence.advance(pool, item.new_token_ids, item.num_computed_tokens, now)
     state.in_flight.withdraw(sequence)
     if item.reason != "dropped":

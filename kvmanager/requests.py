@@ -74,6 +74,14 @@ class Group:
             hashes.append(block_hash(hashes[-1] if hashes else pool.root, packed, salt))
         return hashes
 
+    def rest(self, pool: BlockPool, salt: bytes, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Hash, parent hash and packed tokens of each full block from `start` on that a lookup may find."""
+        size = pool.block_size
+        for index in range(start, (len(self.tokens) - 1) // size):
+            hashes = self.hashes(pool, salt, index + 1)
+            parent = hashes[index - 1] if index else pool.root
+            yield hashes[index], parent, self.tokens[index * size : (index + 1) * size].tobytes()
+
 
 class Request:
     """What a frontend submitted. `groups` is what a start of it runs, `later` what has to wait until that
@@ -84,6 +92,7 @@ class Request:
         "active",
         "awaited",
         "computed",
+        "copies_until",
         "counted",
         "frontend",
         "groups",
@@ -109,6 +118,7 @@ class Request:
         self.awaited: bytes | None = None  # hash of the block in flight that it waits for
         self.computed: dict[int, int] = {}  # tokens of each choice that an earlier start had computed
         self.preemptions = 0
+        self.copies_until: float | None = None  # until when it waits for its blocks to come from a tier
         self.counted = False  # its lookup is in the statistics
         self.groups = self.group(submit.choices)
         self.later: list[Group] = []
@@ -128,12 +138,13 @@ class Request:
 class ActiveStart:
     """A request on a runner, from its Start until the last of its sequences has ended."""
 
-    __slots__ = ("request", "resume", "runner", "sequences", "start_id", "state")
+    __slots__ = ("request", "resume", "runner", "sequences", "start_id", "started_at", "state")
 
-    def __init__(self, start_id: int, request: Request, runner: Runner) -> None:
+    def __init__(self, start_id: int, request: Request, runner: Runner, now: float) -> None:
         self.start_id = start_id
         self.request = request
         self.runner = runner
+        self.started_at: float | None = now  # None once it is known how fast its first tokens were computed
         self.state = StartState.RUNNING
         self.sequences: dict[int, Sequence] = {}  # by choice
         self.resume: list[Choice] = []  # ended because they were preempted

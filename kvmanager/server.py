@@ -1,7 +1,8 @@
 """The daemon: a ROUTER socket, the clock, the locks and the pool's files around the core.
 
-One thread, one loop. Each turn takes what has come (at most `MAX_BATCH` messages), then asks which processes
-still live. For every event the core's effects are carried out before the next one: records, then messages.
+One loop, in one thread (the disk tier copies in another). Each turn takes what has come (at most `MAX_BATCH`
+messages, and copies that have ended), then asks which processes still live. For every event the core's
+effects are carried out before the next one: records, messages, copies.
 """
 
 import logging
@@ -19,6 +20,7 @@ from kvmanager import pool_directory, restore
 from kvmanager.block_pool import BlockPool
 from kvmanager.config import ManagerConfig
 from kvmanager.core import Core
+from kvmanager.disk_tier import DiskTier
 from kvmanager.errors import PagekeeperError
 from kvmanager.liveness import HeldLock, WatchedLock, held_locks
 from kvmanager.paths import lock_path, manager_endpoint, prepare
@@ -26,6 +28,7 @@ from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     Fenced,
     Hello,
+    Layout,
     Refused,
     RunnerHello,
     Welcome,
@@ -34,6 +37,7 @@ from kvmanager.protocol import (
 )
 from kvmanager.records import RecordFile
 from kvmanager.state import Effects, Policy
+from kvmanager.tiers import Tier
 
 TICK: Final = 0.05  # seconds; also how soon a death is noticed
 MAX_BATCH: Final = 256  # messages between two looks at the clock and the locks
@@ -63,17 +67,22 @@ class Server:
         self._lock = HeldLock(lock_path(config.pool_directory, LOCK_NAME))
         self._endpoint = config.manager or manager_endpoint(config.pool_directory)
         self._boot_id = uuid.uuid4().hex
-        policy = Policy(config.max_waiting, config.watermark, config.runner_wait, config.prefix_wait)
+        policy = Policy(
+            config.max_waiting, config.watermark, config.runner_wait, config.prefix_wait, config.resume
+        )
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
         self._records: RecordFile | None = None
         self._peers: dict[int, Peer] = {}
         self._by_frame: dict[bytes, Peer] = {}
         self._locks: dict[str, WatchedLock] = {}
+        self._disk: DiskTier | None = None
+        self._poller = zmq.Poller()
         self._stopping = False
         self._open_pool()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._bind()
+        self._poller.register(self._socket, zmq.POLLIN)
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT (or `stop`)."""
@@ -82,8 +91,9 @@ class Server:
         log.info("event=start endpoint=%s boot_id=%s", self._endpoint, self._boot_id)
         next_look = time.monotonic()
         while not self._stopping:
-            if self._socket.poll(int(TICK * 1000)):
+            if self._poller.poll(int(TICK * 1000)):
                 self._receive()
+                self._end_copies()
             if (now := time.monotonic()) >= next_look:
                 next_look = now + TICK
                 self._watch(now)
@@ -95,7 +105,9 @@ class Server:
         self._stopping = True
 
     def close(self) -> None:
-        """Remove socket and lock. The pool stays, for the next start."""
+        """Remove socket and lock. The pool and the disk tier stay, for the next start."""
+        if self._disk is not None:
+            self._disk.close()
         self._socket.close()
         self._context.term()
         if self._endpoint.startswith("ipc://"):
@@ -136,7 +148,7 @@ class Server:
         self._records = pool_directory.open_records(directory, found[0])
         survivors = tuple(self._locks)
         pool, quarantines = restore.restore_pool(found[0], self._records.read_all(), survivors)
-        self._core.attach(pool, quarantines, survivors)
+        self._core.attach(pool, quarantines, survivors, self._open_tier(found[0]))
         self._carry_out(self._core.tick(time.monotonic()))
         log.info("event=pool_opened blocks=%d cached=%d", pool.num_blocks, len(pool.cached))
 
@@ -144,8 +156,30 @@ class Server:
         """The first runner gives the pool its layout. Raises PagekeeperError."""
         num_blocks = pool_directory.create(self._config.pool_directory, hello.layout, self._config.pool_bytes)
         self._records = pool_directory.open_records(self._config.pool_directory, hello.layout)
-        self._core.attach(BlockPool(num_blocks, hello.layout))
+        self._core.attach(BlockPool(num_blocks, hello.layout), tier=self._open_tier(hello.layout))
         log.info("event=pool_created blocks=%d block_bytes=%d", num_blocks, hello.layout.block_bytes)
+
+    def _open_tier(self, layout: Layout) -> Tier | None:
+        """The disk tier, if there shall be one and its file can be used; else a line in the log says why."""
+        path, size = self._config.disk_tier, self._config.disk_bytes
+        if not path:
+            return None
+        try:
+            self._disk = DiskTier(path, size, layout, self._root / "kv.bin")
+        except PagekeeperError as error:
+            log.warning("event=tier_disabled reason=%r", error.message)
+            return None
+        disk = self._disk
+        if disk.note:
+            log.warning("event=tier_discarded reason=%r", disk.note)
+        log.info("event=tier_opened slots=%d blocks=%d", disk.num_slots, len(disk.kept))
+        self._poller.register(disk.fileno, zmq.POLLIN)
+        return Tier(disk.num_slots, disk.kept)
+
+    def _end_copies(self) -> None:
+        for ended in self._disk.take() if self._disk is not None else ():
+            copy, promotion, good, seconds = ended
+            self._carry_out(self._core.copied(time.monotonic(), copy, promotion, good, seconds))
 
     # --- messages -------------------------------------------------------------
 
@@ -204,7 +238,7 @@ class Server:
             watched = WatchedLock(lock_path(self._config.pool_directory, hello.lock))
         except (PagekeeperError, OSError) as error:
             return Refused("invalid_request", f"{hello.name}: its lock file cannot be opened: {error}")
-        refused = self._core.refusal(hello)
+        refused = self._core.refusal(hello) or self._without_tier(hello)
         if refused is None and not watched.held():
             refused = Refused("invalid_request", f"{hello.name} does not hold its lock file {hello.lock!r}")
         if refused is None and isinstance(hello, RunnerHello) and self._core.layout is None:
@@ -220,6 +254,16 @@ class Server:
         self._carry_out(effects)
         return answer
 
+    def _without_tier(self, hello: Hello) -> Refused | None:
+        """A runner whose blocks are not in `kv.bin`: a tier would keep something else."""
+        if not (self._config.disk_tier and isinstance(hello, RunnerHello) and not hello.shared_pool):
+            return None
+        return Refused(
+            "invalid_request",
+            f"{hello.name} keeps its blocks in the memory of its device, which the disk tier cannot read; "
+            "start the manager without disk_tier, or the runner with device=cpu",
+        )
+
     def _carry_out(self, effects: Effects) -> None:
         pool = self._core.state.pool
         if effects.records and pool is not None and self._records is not None:
@@ -229,6 +273,11 @@ class Server:
             peer = self._peers.get(client_id)
             if peer is not None:
                 self._send(peer.identity, peer.frame, message)
+        if self._disk is not None:
+            for copy in effects.demotions:
+                self._disk.demote(copy)
+            for copy in effects.promotions:
+                self._disk.promote(copy)
         for client_id in effects.ended:
             self._forget(client_id)
 

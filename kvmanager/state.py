@@ -8,6 +8,8 @@ from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Client, Frontend, Quarantine, Runner
 from kvmanager.in_flight import InFlight
 from kvmanager.requests import ActiveStart, Request, RequestState, StartState, WaitingQueue
+from kvmanager.tiering import Tiering
+from kvmanager.tiers import Copy
 
 MAX_REMEMBERED = 8192  # requests that are gone, kept to answer a repeated Submit
 
@@ -20,16 +22,19 @@ class Policy:
     watermark: float = 0.01  # share of the pool
     runner_wait: float = 30.0  # seconds that requests wait while there is no runner
     prefix_wait: float = 10.0  # seconds without progress after which nobody waits for a sequence's prefix
+    resume: str = "auto"  # how content comes back from the tier: see Tiering
 
 
 class Effects:
-    """What to do after an event, in this order: write records, send messages, forget sessions."""
+    """What to do after an event, in this order: write records, send messages, begin copies, end sessions."""
 
-    __slots__ = ("ended", "messages", "records")
+    __slots__ = ("demotions", "ended", "messages", "promotions", "records")
 
     def __init__(self) -> None:
         self.records: set[int] = set()  # blocks whose record changed
         self.messages: list[tuple[int, Any]] = []  # (client_id, message)
+        self.demotions: list[Copy] = []  # each is answered by `Core.copied`
+        self.promotions: list[Copy] = []
         self.ended: list[int] = []  # client_ids whose session is over
 
 
@@ -53,6 +58,7 @@ class State:
         self.boot_id = boot_id
         self.policy = policy
         self.pool: BlockPool | None = None
+        self.tiering: Tiering | None = None  # None: nothing is kept below the pool
         self.clients: dict[int, Client] = {}
         self.by_lock: dict[str, Client] = {}
         self.runners: list[Runner] = []

@@ -146,6 +146,13 @@ class Metrics:
             ),
             ("pagekeeper_cached_blocks", "Blocks that only the cache holds: evictable", pool.cached),
             ("pagekeeper_quarantined_blocks", "Blocks whose owner may still write them", pool.quarantined),
+            (
+                "pagekeeper_tier_slots",
+                "Blocks that the disk tier may hold (0: there is none)",
+                stats.tier.num_slots,
+            ),
+            ("pagekeeper_tier_blocks", "Blocks in the disk tier", stats.tier.blocks),
+            ("pagekeeper_tier_bytes", "Bytes of these blocks", stats.tier.bytes),
             ("pagekeeper_runners", "Runners that are registered", len(stats.runners)),
             ("pagekeeper_ready_runners", "Runners that take requests", sum(r.ready for r in stats.runners)),
             ("pagekeeper_running_sequences", "Sequences on runners", sum(r.running for r in stats.runners)),
@@ -161,6 +168,9 @@ class Metrics:
                 stats.recomputed_tokens,
             ),
             ("pagekeeper_evicted_blocks", "Cached blocks evicted", stats.evictions),
+            ("pagekeeper_demoted_blocks", "Blocks copied to the disk tier", stats.tier.demotions),
+            ("pagekeeper_promoted_blocks", "Blocks copied back from the disk tier", stats.tier.promotions),
+            ("pagekeeper_tier_failures", "Copies to or from the disk tier that failed", stats.tier.failures),
             ("pagekeeper_rejected_requests", "Requests that the manager refused", stats.rejected),
             ("pagekeeper_dropped_messages", "Messages that the manager dropped", stats.dropped_messages),
         )

@@ -61,6 +61,7 @@ class FakeEngine:
 
     block_size: int = 4
     max_model_len: int = 48
+    shared_pool: bool = True
     may_write: Writable = lambda block_id, key: None
     blocks: dict[int, list[int | None]] = field(default_factory=dict)
     attached: list[tuple[str, int]] = field(default_factory=list)

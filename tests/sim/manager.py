@@ -19,8 +19,10 @@ from kvmanager.protocol import (
 from kvmanager.records import pack, unpack
 from kvmanager.restore import restore_pool
 from kvmanager.state import Effects, Policy
+from kvmanager.tiers import Tier
 from tests.sim.model import BLOCK_SIZE
 from tests.sim.network import Connection, Frames
+from tests.sim.tier import Copier, TierFile
 
 
 class ManagerKilledError(Exception):
@@ -35,10 +37,13 @@ class LockFile:
 
 
 class Disk:
-    """What outlives all processes: the records (None before there is a pool) and the lock files."""
+    """What outlives all processes: the records (None before there is a pool), the disk tier's file and the
+    lock files.
+    """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_slots: int) -> None:
         self.num_blocks = num_blocks
+        self.tier = TierFile(num_slots)
         self.records: list[bytes] = []
         self.locks: dict[str, LockFile] = {}
 
@@ -62,8 +67,9 @@ class Peer:
 class Manager:
     """`fuse`: after how many record writes and messages more it is killed; None: not at all."""
 
-    def __init__(self, disk: Disk, boot_id: str, policy: Policy, now: float) -> None:
+    def __init__(self, disk: Disk, boot_id: str, policy: Policy, copier: Copier, now: float) -> None:
         self.disk = disk
+        self.copier = copier
         self.core = Core(boot_id, "/pool", policy, now)
         self.faults: list[str] = []
         self.core.on_fault = self.faults.append
@@ -80,7 +86,7 @@ class Manager:
         if self.disk.records:
             read = [unpack(record, BLOCK_SIZE) for record in self.disk.records]
             survivors = tuple(self._watched)
-            self.core.attach(*restore_pool(self.core_layout, read, survivors), survivors)
+            self.core.attach(*restore_pool(self.core_layout, read, survivors), survivors, self._tier())
             self._carry_out(self.core.tick(now))
 
     core_layout: Any = None
@@ -119,7 +125,16 @@ class Manager:
         for name in [name for name, lock in self._watched.items() if not lock.held]:
             del self._watched[name]
             self._carry_out(self.core.process_died(now, name))
+        for copy, promotion, good in self.copier.step():
+            if promotion and good:
+                self.touched.add(copy.block)
+            self._carry_out(self.core.copied(now, copy, promotion, good, 0.001))
         self._carry_out(self.core.tick(now))
+
+    def _tier(self) -> Tier | None:
+        """Some worlds have none."""
+        file = self.disk.tier
+        return Tier(file.num_slots, file.kept()) if file.num_slots else None
 
     def _hello(self, now: float, connection: Connection, hello: Hello) -> None:
         self.trace("manager", "gets", hello)
@@ -143,7 +158,7 @@ class Manager:
             self.disk.records = [
                 pack(pool.record(block), BLOCK_SIZE) for block in range(self.disk.num_blocks)
             ]
-            self.core.attach(pool)
+            self.core.attach(pool, tier=self._tier())
         self._watched[hello.lock] = lock
         answer, effects = self.core.hello(now, hello)
         self._carry_out(effects)
@@ -164,6 +179,7 @@ class Manager:
             peer = self._peers.get(client_id)
             if peer is not None:
                 self._send(peer.connection, peer.identity, peer.frame, message)
+        self.copier.begin(effects)
         for client_id in effects.ended:
             self._forget(client_id)
 

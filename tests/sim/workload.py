@@ -30,6 +30,7 @@ class Shape(NamedTuple):
     """One seed's world. Rates are per turn of any process."""
 
     num_blocks: int
+    num_slots: int  # of the disk tier; 0: there is none
     capacities: tuple[Capacity, ...]
     num_frontends: int
     max_live: int  # requests of all frontends
@@ -46,6 +47,7 @@ def shape(seed: int, random: Random) -> Shape:
         capacities.append(Capacity(seats, max(seats, random.choice((5, 12, 40)))))
     return Shape(
         num_blocks=random.choice((24, 32, 48, 96)),
+        num_slots=random.choice((0, 10, 200)),
         capacities=tuple(capacities),
         num_frontends=random.randint(1, 3),
         max_live=random.choice((4, 8, 16, 24)),

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from random import Random
 from typing import Any, Final
 
-from kvmanager.block_pool import FREE, RESERVED
+from kvmanager.block_pool import CACHED, FREE, RESERVED
 from kvmanager.invariants import audit
 from kvmanager.protocol import Directives
 from kvmanager.records import unpack
@@ -20,6 +20,7 @@ from tests.sim.network import Connection
 from tests.sim.process import Process
 from tests.sim.runner import Capacity, Runner
 from tests.sim.sharing import Sharing
+from tests.sim.tier import Copier
 from tests.sim.workload import Workload, shape
 
 TICK: Final = 0.05  # seconds, of the manager
@@ -46,7 +47,7 @@ class World:
         self.losses = 0  # runners that have died, left or were fenced
         self.statistics: Counter[str] = Counter()
         self.events: deque[tuple[float, str, str, Any]] = deque(maxlen=REMEMBERED)
-        self.disk = Disk(self.shape.num_blocks)
+        self.disk = Disk(self.shape.num_blocks, self.shape.num_slots)
         self.cells = [[0] * BLOCK_SIZE for _ in range(self.shape.num_blocks)]
         self.connections: list[Connection] = []
         self.contents = checks.Contents(self.cells)
@@ -141,7 +142,8 @@ class World:
     def _boot(self) -> None:
         self._boots += 1
         self.trace("manager", "starts", self._boots)
-        self.manager = Manager(self.disk, f"boot-{self._boots}", self.policy, self.now)
+        copier = Copier(self.disk.tier, self.cells, self.random)
+        self.manager = Manager(self.disk, f"boot-{self._boots}", self.policy, copier, self.now)
         self.manager.core_layout = LAYOUT
         self.manager.trace = self.trace
         self.sharing.restart()
@@ -201,6 +203,7 @@ class World:
         self.statistics["manager kills"] += 1
         self._count_counters(manager)
         self._check_contents(manager)
+        manager.copier.killed()
         self.manager = None
         self.manager_from = self.now + self.random.choice((0.0, 0.01, 0.05, 0.3))
         for connection in list(self.connections):
@@ -325,7 +328,7 @@ class World:
         assert pool is not None
         assert audit(state) == []
         self.contents.check(pool, set(range(pool.num_blocks)))
-        assert len(pool.free) + len(pool.cached) == pool.num_blocks, pool.statistics()
+        assert pool.counts[FREE] + pool.counts[CACHED] == pool.num_blocks, pool.statistics()
         for block, record in enumerate(self.disk.records):
             kept, want = unpack(record, BLOCK_SIZE), pool.record(block)
             if kept is not None and kept.state == RESERVED and want.state == FREE:
@@ -334,6 +337,8 @@ class World:
 
     def _quiet(self) -> bool:
         if self.manager is None or self._births or self.manager.core.state.survivors:
+            return False
+        if self.manager.copier.under_way:
             return False
         if any(frontend.expected for frontend in self.frontends):
             return False
@@ -377,3 +382,6 @@ class World:
         self.statistics["fenced"] += len(manager.faults)
         if manager.core.state.pool is not None:
             self.statistics["evictions"] += manager.core.state.pool.evictions
+        if manager.core.state.tiering is not None:
+            self.statistics["demotions"] += manager.core.state.tiering.tier.demotions
+            self.statistics["promotions"] += manager.core.state.tiering.tier.promotions
