@@ -8,7 +8,7 @@ import sys
 
 import uvicorn
 
-from kvmanager.client import prepare
+from kvmanager.client import prepare, socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
@@ -28,15 +28,16 @@ def main() -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    name = config.name or f"frontend-{socket.gethostname()[:32]}-{os.getpid()}"
     try:
         read_api_keys(config)
         prepare(config.pool_directory)
+        socket_endpoint(config.pool_directory, name)  # whether it is short enough
         model = load_model(config)
         listener = listen(config)
     except (PagekeeperError, SettingError, OSError, ValueError) as error:
         print(f"pagekeeper frontend: {error}", file=sys.stderr)
         return CONFIGURATION_ERROR
-    name = config.name or f"frontend-{socket.gethostname()[:32]}-{os.getpid()}"
     status = 0
     server: uvicorn.Server
 

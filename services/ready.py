@@ -51,12 +51,14 @@ def reason(body: bytes) -> str:
 
 
 def curl_line(url: str, models: tuple[int, bytes]) -> str:
-    """A command that streams a chat; `models` is the answer of `/v1/models` (401 where a key is wanted)."""
+    """A command that streams a chat; `models` is the answer of `/v1/models` (401 where a key is wanted: then
+    no model is named, as the server has one only).
+    """
     status, body = models
-    model, key = "MODEL", ' -H "Authorization: Bearer $API_KEY"' if status == 401 else ""
+    model, key = {}, ' -H "Authorization: Bearer $API_KEY"' if status == 401 else ""
     with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
-        model = json.loads(body)["data"][0]["id"]
+        model = {"model": json.loads(body)["data"][0]["id"]}
     message = [{"role": "user", "content": "Tell me a short story."}]
-    data = json.dumps({"model": model, "messages": message, "stream": True}, ensure_ascii=False)
+    data = json.dumps({**model, "messages": message, "stream": True}, ensure_ascii=False)
     headers = f"{key} -H 'Content-Type: application/json'"
     return f"curl -N {url}/v1/chat/completions{headers} -d {shlex.quote(data)}"

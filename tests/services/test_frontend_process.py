@@ -124,3 +124,11 @@ def test_a_name_that_is_taken_is_status_2(pool: Path) -> None:
     finally:
         first.kill()
         first.communicate()
+
+
+def test_a_pool_directory_too_long_for_a_socket_is_said_in_one_line(pool: Path) -> None:
+    process = start(pool / ("x" * 100), free_port())
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert log.splitlines()[-1].endswith("choose a shorter pool_directory")
+    assert "Traceback" not in log

@@ -144,6 +144,7 @@ def test_the_curl_line_is_one_that_a_shell_takes_apart_rightly() -> None:
     assert body["model"] == "it's/a model"
     assert body["stream"] is True
     assert "Authorization: Bearer $API_KEY" in curl_line("http://h:1", (401, b"{}"))
+    assert "model" not in json.loads(shlex.split(curl_line("http://h:1", (401, b"{}")))[-1])
 
 
 def test_a_look_at_a_server_never_raises_and_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
