@@ -4,13 +4,16 @@ from typing import Any
 
 from tests.e2e.server import Server
 
-SUBJECTS = (
-    "Bread Rivers Horses Music Gold Rain Books Ships Dogs Roads Salt Trees "
-    "Fire Stars Stones Birds Milk Iron Glass Bridges Wind Apples Paper Clocks"
-).split()
+# fmt: off
+SUBJECTS = [
+    "Bread", "Rivers", "Horses", "Music", "Gold", "Rain", "Books", "Ships",
+    "Dogs", "Roads", "Salt", "Trees", "Fire", "Stars", "Stones", "Birds",
+    "Milk", "Iron", "Glass", "Bridges", "Wind", "Apples", "Paper", "Clocks",
+]
+# fmt: on
 PROMPTS = [
-    f"{subject} have been with us for thousands of years, and every child knows a story about them. One day an "
-    "old teacher explained to the class why they matter so much today. She said:"
+    f"{subject} have been with us for thousands of years, and every child knows a story about them. One day "
+    "an old teacher explained to the class why they matter so much today. She said:"
     for subject in SUBJECTS
 ]
 """They differ from the first token on, so that none waits for another's prefix."""
@@ -21,7 +24,9 @@ NUM_BLOCKS = len(PROMPTS) * BLOCKS_EACH // 10
 
 
 def answers(server: Server, **sampling: Any) -> tuple[list[str], list[int], list[int]]:
-    """All prompts in one call, so that they arrive in their order: the texts, who began when, who ended when."""
+    """All prompts in one call, so that they arrive in their order: the texts, then who began and who ended,
+    in order of time.
+    """
     texts = [""] * len(PROMPTS)
     began: list[int] = []
     ended: list[int] = []
@@ -39,7 +44,8 @@ def answers(server: Server, **sampling: Any) -> tuple[list[str], list[int], list
 
 def test_a_tenth_of_the_blocks_gives_the_same_texts_in_order_of_arrival(served: Server) -> None:
     with Server(pool_bytes=NUM_BLOCKS * BLOCK_BYTES) as server:
-        for sampling in ({"temperature": 0}, {"temperature": 0.7, "seed": 5}):
+        samplings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.7, "seed": 5}]
+        for sampling in samplings:
             want, _, _ = answers(served, **sampling)
             preempted = server.metrics()["vllm:num_preemptions_total"]
             texts, began, ended = answers(server, **sampling)
