@@ -15,7 +15,10 @@ import pytest
 from gpu_runner.request import RunningSequence
 from gpu_runner.shared_tails import SharedTails
 from kvmanager import admission, requests, sessions
+from kvmanager.core import Core
 from kvmanager.ledger import Ledger
+from kvmanager.state import Effects
+from kvmanager.tiers import Copy
 from tests.sim.simulate import SimulationError, simulate
 
 MESSAGES = int(os.environ.get("PAGEKEEPER_SIM_MESSAGES", "300000"))
@@ -60,6 +63,11 @@ def test_a_seed_replays_exactly_in_another_process() -> None:
     assert outputs[0] == outputs[1]
 
 
+def copied_well(core: Core, now: float, copy: Copy, promotion: bool, good: bool, seconds: float) -> Effects:
+    return COPIED(core, now, copy, promotion, True, seconds)
+
+
+COPIED = Core.copied
 PLANTED = {
     "a shared tail is written in place": (SharedTails, "is_shared", lambda self, block: False),
     "salts are ignored": (requests, "salt_digest", lambda salt: b""),
@@ -70,6 +78,7 @@ PLANTED = {
     ),
     "nobody waits for a prefix": (admission, "in_flight", lambda state, pool, request, plan: None),
     "the tail that others write on is sealed": (Ledger, "ref_count", lambda self, block: 1),
+    "what a failed copy has left is content": (Core, "copied", copied_well),
     "a fenced runner's blocks are reused": (sessions, "quarantine_of", lambda state, lock: None),
 }
 
