@@ -253,7 +253,11 @@ class BlockPool:
 
     def _forget_content(self, block: int) -> None:
         self.index.remove(self.block_hash[block], block)
-        self.children.remove(self._key(block), block)
+        key, only = self.parent_hash[block] + self.salt[block], self.children.only
+        if only[key] == block:
+            del only[key]
+        else:
+            self.children.remove(key, block)
         self.block_hash[block] = self.parent_hash[block] = NO_HASH
         self.tokens[block] = self.salt[block] = b""
 

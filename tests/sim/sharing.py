@@ -45,18 +45,23 @@ class Sharing:
         if self._restored and pool is not None:
             self._restored = False
             self._follow(core, set(range(pool.num_blocks)))
-        before = dict(self._texts)
+        starts = [
+            start
+            for _, message in effects.messages
+            if isinstance(message, Directives)
+            for start in message.starts
+        ]
+        before = dict(self._texts) if starts else {}
         self._follow(core, effects.records)
-        for _, message in effects.messages:
-            for start in message.starts if isinstance(message, Directives) else ():
-                salt = salt_digest(salts[start.request_id])
-                for sequence in start.sequences:
-                    tokens = (*start.prompt_token_ids, *sequence.output_token_ids)
-                    if may_read(core, start):
-                        self._check_hits(core, before, start, sequence, tokens, salt)
-                        check_nobody_computes(core, start, sequence, tokens, salt)
-                    else:
-                        assert sequence.num_cached_tokens == 0, start
+        for start in starts:
+            salt = salt_digest(salts[start.request_id])
+            for sequence in start.sequences:
+                tokens = (*start.prompt_token_ids, *sequence.output_token_ids)
+                if may_read(core, start):
+                    self._check_hits(core, before, start, sequence, tokens, salt)
+                    check_nobody_computes(core, start, sequence, tokens, salt)
+                else:
+                    assert sequence.num_cached_tokens == 0, start
 
     def _follow(self, core: Core, changed: set[int]) -> None:
         pool = core.state.pool
