@@ -128,8 +128,11 @@ class ChoiceStream:
             self.length += len(text)
 
     def _close(self) -> str | None:
-        """The choice has ended by itself: show what was held back (a stop string may still end in it)."""
-        stop = self._push(self._detokenizer.finish())
+        """The choice has ended by itself: show what was held back (a stop string may still end in it), but
+        not the half of a character that `max_tokens` cut.
+        """
+        rest = self._detokenizer.finish()
+        stop = self._push("" if self.output.finish_reason == "length" else rest)
         if stop is None:
             self._show(self._stops.finish())
         self.closed = True

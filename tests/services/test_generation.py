@@ -53,6 +53,14 @@ def test_any_grouping_gives_the_same_text(groups: list[int], stop: list[str]) ->
         assert len(output.token_ids) < len(ids)
 
 
+@given(st.integers(1, 40), st.lists(st.integers(1, 6), max_size=30))
+def test_an_emoji_that_max_tokens_cuts_is_left_out(length: int, groups: list[int]) -> None:
+    ids = served_model().tokenizer.encode(TEXT)[:length]
+    text, output = read_all(ids, groups, ["zzz"])
+    assert TEXT.startswith(text)
+    assert output.token_ids == ids
+
+
 def test_the_end_token_has_no_text() -> None:
     ids = [*served_model().tokenizer.encode("word"), served_model().eos_token_ids[0]]
     assert read_all(ids, [], [], "stop")[0] == "word"
@@ -60,7 +68,7 @@ def test_the_end_token_has_no_text() -> None:
 
 def test_an_unfinished_character_comes_out_at_the_end() -> None:
     ids = served_model().tokenizer.encode("👩")[:1]
-    assert read_all(ids, [], [])[0] == "\ufffd"
+    assert read_all(ids, [], [], "stop")[0] == "\ufffd"
 
 
 def test_a_signal_is_kept_for_the_next_wait() -> None:
