@@ -1,0 +1,104 @@
+"""What too little memory costs on the served model: throughput with a pool that holds a tenth of what is
+asked for at once, beside half of it and all of it.
+
+    python -m tests.bench.pressure [--requests 128] [--tokens 48]
+
+Half of the requests are greedy, half are sampled with a seed. Fails if any text differs from that with all
+the memory (float32; prompts of plain English, as sampling from nearly flat distributions turns on the last
+bit).
+"""
+
+import argparse
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tests.e2e.server import Server
+from tests.e2e.test_pressure import BLOCK_BYTES, PROMPTS
+
+BLOCK_SIZE: Final = 16
+PROMPT_TOKENS: Final = 44  # at most
+SAMPLINGS: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 0.7, "seed": 5})
+SHARES: Final = {"all": 1.0, "half": 0.5, "a tenth": 0.1}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one pool gave; `texts` in the order of the requests."""
+
+    num_blocks: int
+    texts: tuple[str, ...]
+    tokens_per_s: float
+    preemptions: int
+    recomputed_tokens: int
+
+
+def prompts(count: int) -> list[str]:
+    """English, about 40 tokens each, different from the first few on."""
+    return [f"{number}. {PROMPTS[number % len(PROMPTS)]}" for number in range(count)]
+
+
+def ask(server: Server, wanted: list[str], tokens: int, sampling: dict[str, Any]) -> list[dict[str, Any]]:
+    """All in one call; each choice with `tokens` tokens."""
+    answer: Any = server.complete(wanted, max_tokens=tokens, ignore_eos=True, **sampling)
+    choices: list[dict[str, Any]] = answer["choices"]
+    return choices
+
+
+def measure(num_blocks: int, wanted: list[str], tokens: int) -> Result:
+    """A server with such a pool, and all requests at once."""
+    half = len(wanted) // 2
+    with Server(pool_bytes=num_blocks * BLOCK_BYTES) as server, ThreadPoolExecutor(2) as callers:
+        ask(server, ["A short one to begin with"], 4, SAMPLINGS[0])
+        began = time.perf_counter()
+        calls = [
+            callers.submit(ask, server, part, tokens, sampling)
+            for part, sampling in zip((wanted[:half], wanted[half:]), SAMPLINGS, strict=True)
+        ]
+        texts = tuple(choice["text"] for call in calls for choice in call.result())
+        seconds = time.perf_counter() - began
+        metrics = server.metrics()
+    return Result(
+        num_blocks,
+        texts,
+        len(wanted) * tokens / seconds,
+        int(metrics["vllm:num_preemptions_total"]),
+        int(metrics["pagekeeper_recomputed_tokens_total"]),
+    )
+
+
+def table(results: dict[str, Result]) -> str:
+    """Markdown; the ratio is to half the demand."""
+    half = results["half"].tokens_per_s
+    names = ("pool", "blocks", "tokens/s", "of half's", "preemptions", "recomputed tokens")
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    lines += [
+        f"| {share} | {result.num_blocks} | {result.tokens_per_s:.0f} | {result.tokens_per_s / half:.2f} "
+        f"| {result.preemptions} | {result.recomputed_tokens} |"
+        for share, result in results.items()
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.pressure", description=__doc__)
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    given = parser.parse_args()
+    wanted = prompts(given.requests)
+    demand = given.requests * -(-(PROMPT_TOKENS + given.tokens - 1) // BLOCK_SIZE)
+    results: dict[str, Result] = {}
+    for name, share in SHARES.items():
+        print(f"-- {name} of {demand} blocks", file=sys.stderr, flush=True)
+        results[name] = measure(int(share * demand), wanted, given.tokens)
+    print(table(results))
+    want = results["all"].texts
+    differ = [name for name, result in results.items() if result.texts != want]
+    print(f"texts equal: {'no: ' + ', '.join(differ) if differ else 'yes'}")
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
