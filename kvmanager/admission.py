@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvmanager import pressure
 from kvmanager.block_pool import CACHED, BlockPool
 from kvmanager.block_table import Sequence
-from kvmanager.clients import Runner
+from kvmanager.clients import Frontend, Runner
 from kvmanager.protocol import Rejected, SequenceStart, Start
 from kvmanager.requests import ActiveStart, Found, Group, Request, RequestState
 from kvmanager.state import State
@@ -66,6 +66,20 @@ def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size
     return shared + num_choices * (each - shared)
 
 
+def largest_request(state: State) -> int:
+    """Blocks that one of the requests that are live now may come to need, at most."""
+    if state.pool is None:
+        return 0
+    size = state.pool.block_size
+    frontends = [client for client in state.clients.values() if isinstance(client, Frontend)]
+    submits = [request.submit for frontend in frontends for request in frontend.requests.values()]
+    needs = (
+        blocks_needed(len(each.prompt_token_ids), each.sampling.max_tokens, len(each.choices), size)
+        for each in submits
+    )
+    return max(needs, default=0)
+
+
 def why_it_never_fits(state: State, request: Request) -> str:
     """The reason with its numbers, or an empty string. Runners' limits are known while there are any."""
     submit = request.submit
@@ -73,11 +87,13 @@ def why_it_never_fits(state: State, request: Request) -> str:
     if state.pool is not None:
         size = state.pool.block_size
         needed = blocks_needed(num_prompt, max_tokens, num_choices, size)
-        if needed > state.pool.num_blocks:
+        if needed > state.pins.usable(state.pool):
+            pinned = len(state.pins.uses)
             return (
                 f"the request needs {needed} blocks of {size} tokens ({num_prompt} prompt tokens, "
-                f"max_tokens {max_tokens}, {num_choices} choices) and the pool has {state.pool.num_blocks}; "
-                "ask for fewer tokens, or start with larger pool_bytes"
+                f"max_tokens {max_tokens}, {num_choices} choices) and the pool has {state.pool.num_blocks}"
+                f"{f', of which {pinned} are pinned' if pinned else ''}; "
+                f"ask for fewer tokens, {'remove a pin, ' if pinned else ''}or start with larger pool_bytes"
             )
     if state.runners:
         longest = max(runner.hello.max_model_len for runner in state.runners)
@@ -92,18 +108,18 @@ def why_it_never_fits(state: State, request: Request) -> str:
     return ""
 
 
-def postpone(pool: BlockPool, request: Request) -> None:
+def postpone(pool: BlockPool, request: Request, usable: int) -> None:
     """Leave for later what might not fit beside the first groups.
 
     Choices that have gone apart no longer share the prompt for sure (its blocks may have been evicted), so
-    together they may need more than the whole pool, even though the request was small enough when it was new.
+    together they may need more than the `usable` blocks, although the request was small enough when new.
     """
     each = -(-(request.max_length - 1) // pool.block_size)
     needed = 0
     for place, group in enumerate(request.groups):
         shared = len(group.tokens) // pool.block_size
         needed += shared + len(group.choices) * (each - shared)
-        if place and needed > pool.num_blocks:
+        if place and needed > usable:
             request.later.extend(request.groups[place:])
             del request.groups[place:]
             return
@@ -160,7 +176,7 @@ def admit(state: State, now: float) -> None:
         if reason := why_it_never_fits(state, request):
             reject_waiting(state, request, "can_never_fit", reason)
             continue
-        postpone(pool, request)
+        postpone(pool, request, state.pins.usable(pool))
         runner = pick_runner(state, request)
         if runner is None and not pressure.lower(state, request, now):
             return

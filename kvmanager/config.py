@@ -30,6 +30,9 @@ class ManagerConfig:
         unit="seconds",
         minimum=0.0,
     )
+    pin_budget: float = setting(
+        0.25, "share of the pool that pins may hold together", minimum=0.0, maximum=0.9
+    )
     disk_tier: str = setting("", "file that keeps evicted blocks, also over restarts; none: no disk tier")
     disk_bytes: int = setting(
         10 << 30, "what the disk tier's file may take at most", unit="bytes", parse=parse_bytes, minimum=1

@@ -16,17 +16,21 @@ from kvmanager import admission, pressure, reports, sessions, submissions
 from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Frontend, Quarantine, Runner
 from kvmanager.introspection import statistics
+from kvmanager.pins import SavedPin
 from kvmanager.protocol import (
     Cancel,
     Draining,
     Hello,
     Layout,
+    Pin,
+    PinsQuery,
     Ready,
     Refused,
     StatsQuery,
     StepReport,
     Submit,
     ToManager,
+    Unpin,
     Welcome,
 )
 from kvmanager.state import Effects, Policy, State
@@ -62,6 +66,11 @@ class Core:
         pool.may_evict = not survivors
         if tier is not None:
             state.tiering = Tiering(tier, state.policy.resume)
+
+    def restore_pins(self, now: float, saved: list[SavedPin]) -> None:
+        """After `attach` and before anything else: pin again what is still cached of these."""
+        assert self.state.pool is not None
+        self.state.pins.restore(self.state.pool, saved, now)
 
     @property
     def layout(self) -> Layout | None:
@@ -125,6 +134,8 @@ class Core:
             for request in list(state.waiting):
                 admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)
         state.admission_due |= state.waiting.first is not None
+        if state.pool is not None:
+            state.pins.expire(state.pool, now)
         for producer in state.in_flight.awaited_producers():
             if now - producer.advanced_at >= state.policy.prefix_wait and state.in_flight.withdraw(producer):
                 state.admission_due = True
@@ -145,6 +156,8 @@ class Core:
                 submissions.cancel(state, client, message)
             case Frontend(), StatsQuery():
                 state.send(client, statistics(state, message.query_id, now))
+            case Frontend(), Pin() | Unpin() | PinsQuery():
+                self._pins(now, client, message)
             case Runner(), Ready():
                 client.ready = True
                 state.admission_due = True
@@ -152,6 +165,14 @@ class Core:
                 client.draining = True
             case _:
                 self.count_dropped()
+
+    def _pins(self, now: float, client: Frontend, message: Pin | Unpin | PinsQuery) -> None:
+        state = self.state
+        if state.pool is not None:
+            state.pins.expire(state.pool, now)
+        fault = state.pins.apply(state.pool, message, admission.largest_request(state), now)
+        state.send(client, state.pins.answer(state.pool, message.query_id, now, fault))
+        state.admission_due = True
 
     def _report(self, now: float, runner: Runner, report: StepReport) -> None:
         pool = self.state.pool
@@ -188,6 +209,8 @@ class Core:
         effects = state.effects
         if state.pool is not None:
             effects.records, state.pool.changed = state.pool.changed, set()
+            if state.pins.changed:
+                effects.pins, state.pins.changed = state.pins.saved(state.pool), False
         if state.tiering is not None:
             effects.demotions, effects.promotions = state.tiering.take()
         state.effects = Effects()

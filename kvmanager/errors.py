@@ -5,6 +5,10 @@ from typing import Final
 HTTP_STATUS: Final[dict[str, int]] = {
     "can_never_fit": 400,  # needs more blocks than the pool has, or more tokens than the model takes
     "invalid_request": 400,  # a field the manager itself cannot accept
+    "not_found": 404,  # a pin of that name
+    "not_cached": 409,  # nothing of what is to be pinned is in the cache
+    "pin_budget": 409,  # more would be pinned than the setting allows
+    "pin_busy": 503,  # a live request would no longer fit beside the pin
     "queue_full": 503,  # the waiting queue is at its limit
     "not_ready": 503,  # no runner has registered yet
     "manager_absent": 503,  # the manager did not answer in time

@@ -43,6 +43,7 @@ def used_tokens(state: State, pool: BlockPool) -> int:
     """Slots that hold a token, of those in reserved and sealed blocks: as the runners last reported."""
     sequences = (each for active in state.actives() for each in active.sequences.values())
     sources = {each.source for each in sequences if each.source is not None}
+    sources |= state.pins.uses.keys()
     missing = sum(pool.block_size - len(pool.tokens[source]) // TOKEN_BYTES for source in sources)
     return (
         pool.counts[SEALED] * pool.block_size

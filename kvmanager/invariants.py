@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from kvmanager.admission import largest_request
 from kvmanager.block_pool import CACHED, FREE, RESERVED, SEALED, STATE_NAMES, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Frontend
@@ -36,6 +37,7 @@ def _pool(state: State) -> Iterator[str]:
             yield f"block {block} is {STATE_NAMES[kind]} with {pool.ledger.ref_count(block)} references"
     yield from _index(pool)
     yield from _ledger(state, pool)
+    yield from _pins(state, pool)
     if pool.may_evict != (not state.survivors):
         yield f"may_evict is {pool.may_evict} with survivors {sorted(state.survivors)}"
 
@@ -75,6 +77,9 @@ def _ledger(state: State, pool: BlockPool) -> Iterator[str]:
         for sequence in active.sequences.values():
             for block in (*sequence.table, *(() if sequence.source is None else (sequence.source,))):
                 expected.setdefault(block, []).append(sequence)
+    for pin in state.pins.by_name.values():
+        for block in pin.blocks:
+            expected.setdefault(block, []).append(pin)
     for quarantine in state.quarantines.values():
         for block in quarantine.blocks:
             expected.setdefault(block, []).append(quarantine)
@@ -114,6 +119,20 @@ def _tier(state: State) -> Iterator[str]:
     for comeback in set(tiering.comebacks.values()):
         if comeback.pending != sum(other is comeback for other in tiering.comebacks.values()):
             yield f"{comeback.describe()}: another number is under way"
+
+
+def _pins(state: State, pool: BlockPool) -> Iterator[str]:
+    """Pins are within their budget, and every live request fits beside them."""
+    pins = state.pins
+    if pins.uses != Counter(block for pin in pins.by_name.values() for block in pin.blocks):
+        yield "the blocks counted as pinned are not those of the pins"
+    if len(pins.uses) > pins.budget(pool):
+        yield f"{len(pins.uses)} blocks are pinned and {pins.budget(pool)} may be"
+    if pins.uses and largest_request(state) > pins.usable(pool):
+        yield f"a request of {largest_request(state)} blocks does not fit beside the pins"
+    for name, pin in pins.by_name.items():
+        if pin.name != name or not pin.blocks or any(pool.state[block] != SEALED for block in pin.blocks):
+            yield f"{pin.describe()} is kept as {name!r} or holds a block that is not sealed"
 
 
 def _sessions(state: State) -> Iterator[str]:

@@ -72,7 +72,7 @@ def open_records(pool_directory: str, layout: Layout) -> RecordFile:
 
 def remove(pool_directory: str) -> bool:
     """Remove the pool's files; True if there were any."""
-    paths = [Path(pool_directory) / name for name in ("layout.json", "blocks.meta", "kv.bin")]
+    paths = [Path(pool_directory) / name for name in ("layout.json", "pins", "blocks.meta", "kv.bin")]
     existed = any(path.exists() for path in paths)
     for path in paths:
         path.unlink(missing_ok=True)

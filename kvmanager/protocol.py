@@ -22,12 +22,21 @@ from typing import Literal
 
 import msgspec
 
+from kvmanager.pin_messages import Pin as Pin
+from kvmanager.pin_messages import Pinned as Pinned
+from kvmanager.pin_messages import PinsAnswer as PinsAnswer
+from kvmanager.pin_messages import PinsQuery as PinsQuery
+from kvmanager.pin_messages import Unpin as Unpin
 from kvmanager.sampling_params import BeamParams as BeamParams
 from kvmanager.sampling_params import Message as Message
 from kvmanager.sampling_params import SamplingParams as SamplingParams
 from kvmanager.stats import PoolStats as PoolStats
 from kvmanager.stats import RunnerStats as RunnerStats
 from kvmanager.stats import TierStats as TierStats
+from kvmanager.token_messages import BeamScore as BeamScore
+from kvmanager.token_messages import TokenBatch as TokenBatch
+from kvmanager.token_messages import TokenEvent as TokenEvent
+from kvmanager.token_messages import TokenLogprobs as TokenLogprobs
 
 PROTOCOL_VERSION = 1
 
@@ -323,53 +332,13 @@ class Directives(Message, frozen=True, tag=True):
     credits: tuple[BlockRef, ...] = ()
 
 
-# --- runner → frontend --------------------------------------------------------------------------------------
-
-
-class TokenLogprobs(Message, frozen=True):
-    """Log-probability of one token and of the likeliest others, before penalties and temperature."""
-
-    logprob: float
-    rank: int  # 1 is the likeliest
-    top: tuple[tuple[int, float], ...]
-
-
-class BeamScore(Message, frozen=True):
-    """What a beam search's choice is worth."""
-
-    cumulative_logprob: float  # sum over its tokens, the stop token included
-    score: float  # that sum / (number of tokens) ** length_penalty; choices come in its order
-
-
-class TokenEvent(Message, frozen=True):
-    """New tokens of one choice. `position` is the index of the first one in the choice's output."""
-
-    request_id: str
-    attempt: int
-    choice: int
-    position: int
-    token_ids: tuple[int, ...]
-    num_cached_tokens: int  # of the prompt, at this start
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first token
-    finish_reason: Literal["stop", "length"] | None = None
-    stop_reason: int | None = None  # the stop token's id, where it was one of stop_token_ids
-    beam: BeamScore | None = None  # beam searches only, whose choices come whole
-
-
-class TokenBatch(Message, frozen=True, tag=True):
-    """All new tokens for one frontend from one step."""
-
-    events: tuple[TokenEvent, ...]
-
-
 # --- unions and codecs --------------------------------------------------------------------------------------
 
 Hello = FrontendHello | RunnerHello
-FrontendToManager = FrontendHello | Submit | Cancel | StatsQuery
+FrontendToManager = FrontendHello | Submit | Cancel | StatsQuery | Pin | Unpin | PinsQuery
 RunnerToManager = RunnerHello | Ready | Draining | StepReport
 ToManager = FrontendToManager | RunnerToManager
-ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | Stats
+ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | Stats | PinsAnswer
 ManagerToRunner = Welcome | Refused | Fenced | Directives
 
 _encoder = msgspec.msgpack.Encoder()

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvmanager import pool_directory, restore
+from kvmanager import pin_file, pool_directory, restore
 from kvmanager.block_pool import BlockPool
 from kvmanager.config import ManagerConfig
 from kvmanager.core import Core
@@ -68,7 +68,12 @@ class Server:
         self._endpoint = config.manager or manager_endpoint(config.pool_directory)
         self._boot_id = uuid.uuid4().hex
         policy = Policy(
-            config.max_waiting, config.watermark, config.runner_wait, config.prefix_wait, config.resume
+            config.max_waiting,
+            config.watermark,
+            config.runner_wait,
+            config.prefix_wait,
+            config.resume,
+            config.pin_budget,
         )
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
@@ -149,6 +154,7 @@ class Server:
         survivors = tuple(self._locks)
         pool, quarantines = restore.restore_pool(found[0], self._records.read_all(), survivors)
         self._core.attach(pool, quarantines, survivors, self._open_tier(found[0]))
+        self._core.restore_pins(time.monotonic(), pin_file.read(directory))
         self._carry_out(self._core.tick(time.monotonic()))
         log.info("event=pool_opened blocks=%d cached=%d", pool.num_blocks, len(pool.cached))
 
@@ -269,6 +275,8 @@ class Server:
         if effects.records and pool is not None and self._records is not None:
             for block in effects.records:
                 self._records.write(block, pool.record(block))
+        if effects.pins is not None:
+            pin_file.write(self._config.pool_directory, effects.pins)
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)
             if peer is not None:

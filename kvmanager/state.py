@@ -7,6 +7,7 @@ from typing import Any
 from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Client, Frontend, Quarantine, Runner
 from kvmanager.in_flight import InFlight
+from kvmanager.pins import Pins, SavedPin
 from kvmanager.requests import ActiveStart, Request, RequestState, StartState, WaitingQueue
 from kvmanager.tiering import Tiering
 from kvmanager.tiers import Copy
@@ -23,15 +24,19 @@ class Policy:
     runner_wait: float = 30.0  # seconds that requests wait while there is no runner
     prefix_wait: float = 10.0  # seconds without progress after which nobody waits for a sequence's prefix
     resume: str = "auto"  # how content comes back from the tier: see Tiering
+    pin_budget: float = 0.25  # share of the pool that pins may hold
 
 
 class Effects:
-    """What to do after an event, in this order: write records, send messages, begin copies, end sessions."""
+    """What to do after an event, in this order: write records and pins, send messages, begin copies, end
+    sessions.
+    """
 
-    __slots__ = ("demotions", "ended", "messages", "promotions", "records")
+    __slots__ = ("demotions", "ended", "messages", "pins", "promotions", "records")
 
     def __init__(self) -> None:
         self.records: set[int] = set()  # blocks whose record changed
+        self.pins: list[SavedPin] | None = None  # all of them, if they changed
         self.messages: list[tuple[int, Any]] = []  # (client_id, message)
         self.demotions: list[Copy] = []  # each is answered by `Core.copied`
         self.promotions: list[Copy] = []
@@ -64,6 +69,7 @@ class State:
         self.runners: list[Runner] = []
         self.quarantines: dict[str, Quarantine] = {}  # by lock
         self.survivors: set[str] = set()  # locks of an earlier start's processes without a used session
+        self.pins = Pins(policy.pin_budget)
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
         self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()

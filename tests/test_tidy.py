@@ -52,6 +52,7 @@ SHELL = {
     "records",
     "liveness",
     "tier_file",
+    "pin_file",
     "disk_tier",
     "paths",
     "settings",

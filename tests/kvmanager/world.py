@@ -9,6 +9,7 @@ from kvmanager import records
 from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
 from kvmanager.invariants import audit
+from kvmanager.pins import SavedPin
 from kvmanager.protocol import Directives, Start, StepReport, Submit, Welcome
 from kvmanager.requests import StartState
 from kvmanager.restore import restore_pool
@@ -40,6 +41,7 @@ class World:
         ] = {}  # sealed block → salt and all tokens up to its end
         self.unsent: dict[str, list[tuple[int, tuple[str, tuple[int, ...]]]]] = {}
         self.salts: dict[tuple[str, str], tuple[str, bool]] = {}
+        self.saved_pins: list[SavedPin] = []
         pool = BlockPool(num_blocks, LAYOUT)
         self.records = [records.pack(pool.record(block), BLOCK_SIZE) for block in range(num_blocks)]
         self.boot(pool, (), ())
@@ -70,6 +72,7 @@ class World:
         """The manager dies and starts again on its records; the others notice when they next send."""
         read = [records.unpack(record, BLOCK_SIZE) for record in self.records]
         self.boot(*restore_pool(LAYOUT, read, tuple(self.processes)), tuple(self.processes))
+        self.core.restore_pins(self.now, self.saved_pins)
         self.carry_out(self.core.tick(self.tick()))
 
     def wait(self, seconds: float) -> None:
@@ -106,6 +109,8 @@ class World:
         assert pool is not None
         for block in effects.records:
             self.records[block] = records.pack(pool.record(block), BLOCK_SIZE)
+        if effects.pins is not None:
+            self.saved_pins = effects.pins
         directives = [message for _, message in effects.messages if isinstance(message, Directives)]
         for message in directives:
             for block, _ in message.credits:

@@ -1,0 +1,219 @@
+"""Pins: named holds on cached prefixes, each with a time to live, all together within a budget of blocks.
+
+A pinned block has a holder, so nothing evicts it. What is pinned is not there for requests:
+one that would not fit beside the pins is refused, and so is a pin beside which a request that is live now
+would no longer fit.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from kvmanager.block_pool import NO_OWNER, BlockPool
+from kvmanager.hashing import TOKEN_BYTES, salt_digest, token_array
+from kvmanager.ledger import Holder
+from kvmanager.pin_messages import Pin, Pinned, PinsAnswer, PinsQuery, Unpin
+from kvmanager.requests import Group
+
+MAX_PINS = 1024
+MAX_NAME_CHARS = 128
+MAX_TTL = 366 * 86400.0  # seconds
+
+
+class SavedPin(NamedTuple):
+    """What outlives the manager. `hashes` are those of the blocks, in order."""
+
+    name: str
+    expires_at: float  # seconds, of the clock that the core is given
+    num_tokens: int
+    hashes: tuple[bytes, ...]
+
+
+class NamedPin(Holder):
+    """A holder of the first blocks of a text; of the last of them perhaps only a part is of the text."""
+
+    __slots__ = ("blocks", "expires_at", "name", "num_tokens")
+
+    def __init__(self, name: str, expires_at: float, blocks: list[int], num_tokens: int) -> None:
+        super().__init__(NO_OWNER)
+        self.name = name
+        self.expires_at = expires_at  # seconds
+        self.blocks = blocks
+        self.num_tokens = num_tokens
+
+    def describe(self) -> str:
+        return f"pin {self.name!r}"
+
+
+class Pins:
+    """All of them. `share` is the part of the pool that they may hold."""
+
+    __slots__ = ("by_name", "changed", "share", "uses")
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.by_name: dict[str, NamedPin] = {}
+        self.uses: Counter[int] = Counter()  # pinned block → by how many pins
+        self.changed = False  # what is saved is no longer right
+
+    def budget(self, pool: BlockPool) -> int:
+        """Blocks."""
+        return int(self.share * pool.num_blocks)
+
+    def usable(self, pool: BlockPool) -> int:
+        """Blocks that requests can have at most."""
+        return pool.num_blocks - len(self.uses)
+
+    def blocks_with(self, pin: NamedPin) -> int:
+        """How many blocks would be pinned if `pin` came, in place of that of its name."""
+        old = self.by_name.get(pin.name)
+        left = self.uses - Counter(old.blocks) if old is not None else self.uses
+        return len(left.keys() | set(pin.blocks))
+
+    def add(self, pool: BlockPool, pin: NamedPin) -> None:
+        """Hold its blocks first, then let go of what it replaces."""
+        for block in pin.blocks:
+            pool.hold(block, pin)
+        self.uses.update(pin.blocks)
+        if pin.name in self.by_name:
+            self.remove(pool, pin.name)
+        self.by_name[pin.name] = pin
+        self.changed = True
+
+    def remove(self, pool: BlockPool, name: str) -> None:
+        """The last block first, so that a chain's tail is evicted before its head."""
+        pin = self.by_name.pop(name)
+        for block in reversed(pin.blocks):
+            pool.release(block, pin)
+            self.uses[block] -= 1
+            if not self.uses[block]:
+                del self.uses[block]
+        self.changed = True
+
+    def expire(self, pool: BlockPool, now: float) -> None:
+        """Let go of those whose time is over."""
+        over = [pin.name for pin in self.by_name.values() if pin.expires_at <= now]
+        for name in over:
+            self.remove(pool, name)
+
+    def saved(self, pool: BlockPool) -> list[SavedPin]:
+        """What `restore` needs."""
+        return [
+            SavedPin(
+                pin.name,
+                pin.expires_at,
+                pin.num_tokens,
+                tuple(pool.block_hash[block] for block in pin.blocks),
+            )
+            for pin in self.by_name.values()
+        ]
+
+    def restore(self, pool: BlockPool, saved: list[SavedPin], now: float) -> None:
+        """At start: pin again what is still there, in the order of `saved` for as long as the budget allows.
+
+        Must come before anything else is held. What is not restored has to be saved away: `changed`.
+        """
+        for each in saved:
+            blocks = _chain(pool, each.hashes)
+            held = sum(len(pool.tokens[block]) // TOKEN_BYTES for block in blocks)
+            pin = NamedPin(each.name, each.expires_at, blocks, min(each.num_tokens, held))
+            if blocks and each.expires_at > now and self.blocks_with(pin) <= self.budget(pool):
+                self.add(pool, pin)
+        self.changed = bool(saved)
+
+    def answer(self, pool: BlockPool | None, query_id: int, now: float, fault: "Fault | None") -> PinsAnswer:
+        """Every pin by name, and why a message was refused."""
+        pins = sorted(self.by_name.values(), key=lambda pin: pin.name)
+        return PinsAnswer(
+            query_id,
+            tuple(Pinned(pin.name, len(pin.blocks), pin.num_tokens, pin.expires_at - now) for pin in pins),
+            len(self.uses),
+            self.budget(pool) if pool else 0,
+            fault.code if fault else "",
+            fault.message if fault else "",
+        )
+
+    def apply(
+        self, pool: BlockPool | None, message: Pin | Unpin | PinsQuery, largest_request: int, now: float
+    ) -> "Fault | None":
+        """Do what is asked, or say why not. `largest_request`: blocks that a live request may need."""
+        match message:
+            case Pin():
+                if pool is None:
+                    return Fault("not_ready", "there is no block pool yet: no runner has come")
+                return self._pin(pool, message, largest_request, now)
+            case Unpin():
+                if pool is None or message.name not in self.by_name:
+                    return Fault("not_found", f"there is no pin {message.name[:MAX_NAME_CHARS]!r}")
+                self.remove(pool, message.name)
+        return None
+
+    def _pin(self, pool: BlockPool, message: Pin, largest_request: int, now: float) -> "Fault | None":
+        if (wrong := _why_malformed(message)) is not None:
+            return Fault("invalid_request", wrong)
+        if message.name not in self.by_name and len(self.by_name) >= MAX_PINS:
+            return Fault("pin_budget", f"there are {MAX_PINS} pins already; remove one first")
+        pin = find(pool, message, now)
+        if not pin.blocks:
+            return Fault(
+                "not_cached",
+                f"nothing of these {len(message.token_ids)} tokens is cached under this salt; "
+                "send them as a request once, then pin them",
+            )
+        total, budget = self.blocks_with(pin), self.budget(pool)
+        if total > budget:
+            return Fault(
+                "pin_budget",
+                f"{len(pin.blocks)} blocks for pin {pin.name!r} would make {total} pinned blocks, and "
+                f"pin_budget allows {budget} of {pool.num_blocks}; remove a pin, or pin fewer tokens",
+            )
+        if largest_request > pool.num_blocks - total:
+            return Fault(
+                "pin_busy",
+                f"a request that is live now may need {largest_request} blocks, and beside {total} pinned "
+                f"ones {pool.num_blocks - total} of {pool.num_blocks} would be left; "
+                "try again when it has ended",
+            )
+        self.add(pool, pin)
+        return None
+
+
+class Fault(NamedTuple):
+    """Why a Pin or an Unpin was refused: a wire code, and words with the numbers."""
+
+    code: str
+    message: str
+
+
+def find(pool: BlockPool, message: Pin, now: float) -> NamedPin:
+    """The longest prefix that is cached, of which no block is held yet by this pin."""
+    # A lookup leaves the last token to be computed: one more is given, so that it looks for all of these.
+    group = Group(token_array(message.token_ids), (0,), (0,))
+    found = group.lookup(pool, salt_digest(message.cache_salt))
+    blocks = [*found.blocks, found.source] if found.num_shared else found.blocks
+    num_tokens = len(found.blocks) * pool.block_size + found.num_shared
+    return NamedPin(message.name, now + message.ttl, blocks, num_tokens)
+
+
+def _why_malformed(message: Pin) -> str | None:
+    if not 1 <= len(message.name) <= MAX_NAME_CHARS:
+        return f"a pin's name has {len(message.name)} characters; want 1 to {MAX_NAME_CHARS}"
+    if not 0 < message.ttl <= MAX_TTL:
+        return f"a pin's ttl is {message.ttl} seconds; want more than 0, at most {MAX_TTL:g}"
+    if not all(0 <= token < 1 << 32 for token in message.token_ids):
+        return "a pin's token ids must be from 0 to 2**32-1"
+    return None
+
+
+def _chain(pool: BlockPool, hashes: tuple[bytes, ...]) -> list[int]:
+    """The blocks with these hashes, as far as each follows the one before; only the last may be partial."""
+    blocks: list[int] = []
+    parent = pool.root
+    for digest in hashes:
+        block = pool.index.find(digest)
+        if block is None or pool.parent_hash[block] != parent:
+            break
+        blocks.append(block)
+        if pool.is_partial(block):
+            break
+        parent = digest
+    return blocks
