@@ -4,8 +4,9 @@ asked for at once, beside one that holds half.
     python -m tests.bench.pressure [--requests 256] [--tokens 32]
 
 Half of the requests are greedy, half are sampled with a seed. Fails if any text differs from that without
-pressure (float32; prompts of plain English, as sampling from nearly flat distributions turns on the last
-bit). Half the demand is without pressure as long as `max_num_seqs` requests fit: then none is preempted.
+pressure (float32; plain English and `min_p`, as among thousands of unlikely tokens the last bit decides which
+one is drawn). Half the demand is without pressure as long as `max_num_seqs` requests fit: then none is
+preempted.
 """
 
 import argparse
@@ -16,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tests.e2e.server import Server
-from tests.e2e.test_pressure import BLOCK_BYTES, PROMPTS
+from tests.e2e.test_pressure import BLOCK_BYTES, PROMPTS, SAMPLINGS
 
 BLOCK_SIZE: Final = 16
 PROMPT_TOKENS: Final = 44  # at most
-SAMPLINGS: Final[tuple[dict[str, Any], ...]] = ({"temperature": 0}, {"temperature": 0.7, "seed": 5})
 SHARES: Final = {"half": 0.5, "a tenth": 0.1}
 
 
