@@ -53,13 +53,13 @@ def test_evicted_prompts_come_back_also_after_a_restart_with_equal_texts(disk: P
 
 
 def test_under_pressure_texts_stay_equal_with_blocks_that_come_back(tmp_path: Path) -> None:
-    prompts = [tokens(400 + i, 48) for i in range(8)]
-    # 24 blocks hold less than half of what eight requests of 48 + 64 tokens ask for.
-    settings = {"pool_bytes": 24 * BLOCK, "disk_tier": tmp_path / "tier", "disk_bytes": "200M"}
+    prompts = [tokens(400 + i, 48) for i in range(4)]
+    # 14 blocks hold little more than half of what four requests of 48 + 40 tokens ask for.
+    settings = {"pool_bytes": 14 * BLOCK, "disk_tier": tmp_path / "tier", "disk_bytes": "200M"}
     with Server(**settings, resume="promote") as server:
-        alone = [server.text(prompt, max_tokens=64, ignore_eos=True) for prompt in prompts]
+        alone = [server.text(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
         with ThreadPoolExecutor(len(prompts)) as crowd:
-            again = list(crowd.map(lambda p: server.text(p, max_tokens=64, ignore_eos=True), prompts))
+            again = list(crowd.map(lambda p: server.text(p, max_tokens=40, ignore_eos=True), prompts))
         assert again == alone
         metrics = server.metrics()
         assert metrics["vllm:num_preemptions_total"] > 0
