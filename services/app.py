@@ -27,6 +27,7 @@ from services.health import HealthRoute
 from services.metrics import Metrics
 from services.model_files import model_facts
 from services.models import ModelsRoute
+from services.pins import PinsRoute
 from services.request_id import HEADER, RequestIds
 from services.tokenizer import load_tokenizer
 from services.tokens import TokensRoute
@@ -99,7 +100,7 @@ def make_middleware(config: FrontendConfig) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=origins,
-                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
                 allow_headers=["*"],
                 expose_headers=[HEADER],
             )
@@ -119,6 +120,7 @@ def make_routes(context: Context) -> list[Route]:
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        *PinsRoute(context).routes(),
         Route("/health", health.health),
         Route("/ready", health.ready),
         Route("/metrics", health.metrics),

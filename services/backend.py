@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -20,9 +20,13 @@ from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     Cancel,
+    Pin,
+    PinsAnswer,
+    PinsQuery,
     Stats,
     StatsQuery,
     Submit,
+    Unpin,
     decode_token_batch,
 )
 from services.generation import Generation
@@ -34,6 +38,9 @@ _STATS_EVERY: Final = 4  # ticks: the manager's answers show that it lives
 _MAX_OUTBOX: Final = 16384  # messages
 _HELLO_TIMEOUT: Final = 5.0  # seconds
 _HIGH_WATER_MARK: Final = 1000  # token batches
+
+Query = StatsQuery | Pin | Unpin | PinsQuery
+ToManager = Submit | Cancel | Query
 
 log = logging.getLogger("pagekeeper.frontend")
 
@@ -56,9 +63,9 @@ class Backend:
         self._metrics = metrics
         self._on_fatal = on_fatal
         self._generations: dict[Request, Generation] = {}
-        self._outbox: deque[Submit | Cancel | StatsQuery] = deque()
+        self._outbox: deque[ToManager] = deque()
         self._outbox_filled = asyncio.Event()
-        self._queries: dict[int, asyncio.Future[Stats]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._next_query = 0
         self._counted = (0, 0)  # the tracker's resubmissions and stale events that the metrics have
         self._socket_path = token_endpoint.removeprefix("ipc://")
@@ -105,13 +112,24 @@ class Backend:
 
     async def stats(self, timeout: float) -> Stats | None:
         """Ask the manager; None if it does not answer within `timeout` seconds."""
-        if not self.tracker.connected:
+        stats: Stats | None = await self._ask(StatsQuery, timeout)
+        return stats
+
+    async def pins(
+        self, message: Callable[[int], Pin | Unpin | PinsQuery], timeout: float
+    ) -> PinsAnswer | None:
+        """Ask the manager, with the query's number; None if it does not answer within `timeout` seconds."""
+        answer: PinsAnswer | None = await self._ask(message, timeout)
+        return answer
+
+    async def _ask(self, message: Callable[[int], Query], timeout: float) -> Any:
+        if not self.tracker.connected or len(self._outbox) >= _MAX_OUTBOX:
             return None
         self._next_query += 1
         query_id = self._next_query
-        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
-        self._send(StatsQuery(query_id))
+        self._send(message(query_id))
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -147,14 +165,14 @@ class Backend:
                 continue
             now = time.monotonic()
             for message in messages:
-                if isinstance(message, Stats):
+                if isinstance(message, Stats | PinsAnswer):
                     self._answer(message)
                 self._apply(self.tracker.heard(now, message))
 
-    def _answer(self, stats: Stats) -> None:
-        query = self._queries.get(stats.query_id)
+    def _answer(self, answer: Stats | PinsAnswer) -> None:
+        query = self._queries.get(answer.query_id)
         if query is not None and not query.done():
-            query.set_result(stats)
+            query.set_result(answer)
 
     async def _send_loop(self) -> None:
         while True:
@@ -207,7 +225,7 @@ class Backend:
             if generation is not None:
                 self._advance(now, generation)
 
-    def _send(self, message: Submit | Cancel | StatsQuery) -> None:
+    def _send(self, message: ToManager) -> None:
         self._outbox.append(message)
         self._outbox_filled.set()
 

@@ -147,6 +147,21 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
+class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /kv/pins: `prompt` or `messages`."""
+
+    name: str
+    ttl: float | None = None  # seconds
+    prompt: str | list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    cache_salt: str | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 

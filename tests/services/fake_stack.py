@@ -27,6 +27,9 @@ from kvmanager.protocol import (
     Cancel,
     Fenced,
     FrontendHello,
+    Pin,
+    PinsAnswer,
+    PinsQuery,
     PoolStats,
     Rejected,
     RunnerLost,
@@ -38,6 +41,7 @@ from kvmanager.protocol import (
     TokenBatch,
     TokenEvent,
     TokenLogprobs,
+    Unpin,
     Welcome,
     decode_to_manager,
     encode,
@@ -72,6 +76,10 @@ class FakeManager:
         self.deaf = False
         self.reject: Callable[[Submit], Rejected | None] = lambda submit: None
         self.ready = True
+        self.pins: Callable[[Pin | Unpin | PinsQuery], PinsAnswer] = lambda message: PinsAnswer(
+            message.query_id, (), 0, 25
+        )
+        self.pin_messages: list[Pin | Unpin | PinsQuery] = []
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.hold_at: int | None = None  # position at which a first attempt clears `flow`
@@ -144,6 +152,9 @@ class FakeManager:
                 task.cancel()
         elif isinstance(message, StatsQuery):
             await self._send(identity, self.stats(message.query_id))
+        elif isinstance(message, Pin | Unpin | PinsQuery):
+            self.pin_messages.append(message)
+            await self._send(identity, self.pins(message))
 
     async def _submitted(self, identity: bytes, submit: Submit) -> None:
         self.submits.append(submit)

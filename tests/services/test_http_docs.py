@@ -8,7 +8,14 @@ import pytest
 
 from kvmanager.errors import HTTP_STATUS
 from services.config import FrontendConfig
-from services.openai_types import ChatMessage, ChatRequest, CompletionRequest, StreamOptions, TokenizeRequest
+from services.openai_types import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    PinRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 
 PAGE = re.sub(r"```.*?```", "", (Path(__file__).parents[2] / "docs" / "http.md").read_text(), flags=re.DOTALL)
 NAMED = set(re.findall(r"`([^`]+)`", PAGE))
@@ -16,7 +23,7 @@ WORDS = {word for name in NAMED for word in re.findall(r"[\w:/{}]+", name)}
 
 
 @pytest.mark.parametrize(
-    "struct", [ChatRequest, CompletionRequest, TokenizeRequest, ChatMessage, StreamOptions]
+    "struct", [ChatRequest, CompletionRequest, TokenizeRequest, PinRequest, ChatMessage, StreamOptions]
 )
 def test_fields(struct: type[msgspec.Struct]) -> None:
     implied = {"role", "content", "name", "return_token_strs"}
