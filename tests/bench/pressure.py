@@ -10,6 +10,7 @@ preempted.
 """
 
 import argparse
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,10 @@ def ask(server: Server, wanted: list[str], tokens: int, sampling: dict[str, Any]
 def measure(num_blocks: int, wanted: list[str], tokens: int) -> Result:
     """A server with such a pool, and all requests at once."""
     half = len(wanted) // 2
-    with Server(pool_bytes=num_blocks * BLOCK_BYTES) as server, ThreadPoolExecutor(2) as callers:
+    with (
+        Server(pool_bytes=num_blocks * BLOCK_BYTES, checked=False) as server,
+        ThreadPoolExecutor(2) as callers,
+    ):
         ask(server, ["A short one to begin with"], 4, SAMPLINGS[0])
         began = time.perf_counter()
         calls = [
@@ -87,6 +91,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped, too
     wanted = prompts(given.requests)
     demand = given.requests * -(-(PROMPT_TOKENS + given.tokens - 1) // BLOCK_SIZE)
     results: dict[str, Result] = {}
