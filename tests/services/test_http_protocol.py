@@ -63,6 +63,23 @@ def test_a_half_head_behind_a_stream_does_not_mix_with_it() -> None:
         wait_until(lambda: stack.manager.running == 0, "its cancel")
 
 
+def test_an_answer_may_take_longer_than_a_head() -> None:
+    with Stack(client_timeout_seconds=0.2) as stack, connect(stack) as connection:
+        stack.manager.script = says("yes")
+        stack.hold()
+        data = b'{"prompt":"Hello"}'
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        connection.sendall(head % len(data) + data)
+        connection.settimeout(1.0)  # five times as long as a head may take
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        stack.go_on()
+        connection.settimeout(20)
+        found = answer(connection)
+        assert found.startswith(b"HTTP/1.1 200 ")
+        assert b"yes" in found
+
+
 def test_a_long_body_and_a_long_answer_are_no_head() -> None:
     with Stack() as stack, httpx.Client(base_url=stack.url, timeout=20) as client:
         stack.manager.script = says("yes")
