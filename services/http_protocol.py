@@ -44,7 +44,7 @@ class BoundedHead(HttpToolsProtocol):
             return
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, f"the request's head has more than {MAX_HEAD_BYTES} bytes", "request_too_large")
-        elif self._timer is None and self._head_bytes:  # none: a request is whole, and its answer may take long
+        elif self._timer is None and self._head_bytes:  # none: it came whole, and its answer may take long
             self._start_timer()
 
     def on_headers_complete(self) -> None:
