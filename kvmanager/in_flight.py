@@ -1,8 +1,9 @@
 """Prefixes in flight: blocks that running sequences are computing now, and the requests that wait for them.
 
-A sequence announces the full blocks of the tokens that it was given; the first to do so is their producer. A
-request whose next block is among them waits until the deepest such block of its own is sealed, or until its
-producer gives up: ends, is cancelled or preempted, dies, or makes no progress for too long.
+A sequence announces the full blocks of the tokens that it was given; the first to do so is their producer,
+and when it has settled a block, another that computes the same one succeeds it. A request whose next block
+is among them waits until the deepest such block of its own is sealed, or until its producer gives up: ends,
+is cancelled or preempted, dies, or makes no progress for too long.
 """
 
 from kvmanager.block_table import Sequence
@@ -12,11 +13,12 @@ from kvmanager.requests import Request, WaitingQueue
 class InFlight:
     """By block hash. Requests that wait here stay in the waiting queue, but out of its order."""
 
-    __slots__ = ("_queue", "_waiters", "producers")
+    __slots__ = ("_queue", "_successors", "_waiters", "producers")
 
     def __init__(self, queue: WaitingQueue) -> None:
         self._queue = queue
         self.producers: dict[bytes, Sequence] = {}
+        self._successors: dict[bytes, list[Sequence]] = {}
         self._waiters: dict[bytes, list[Request]] = {}
 
     def announce(self, sequence: Sequence, hashes: list[bytes]) -> None:
@@ -24,7 +26,8 @@ class InFlight:
         sequence.announced = hashes
         sequence.num_settled = sequence.num_sealed
         for digest in hashes[sequence.num_sealed :]:
-            self.producers.setdefault(digest, sequence)
+            if self.producers.setdefault(digest, sequence) is not sequence:
+                self._successors.setdefault(digest, []).append(sequence)
 
     def settle(self, sequence: Sequence) -> bool:
         """Those of its blocks that are sealed by now need no waiting for. True if that wakes anyone."""
@@ -60,13 +63,26 @@ class InFlight:
     def _settle(self, sequence: Sequence, end: int) -> bool:
         woken = False
         for digest in sequence.announced[sequence.num_settled : end]:
-            if self.producers.get(digest) is sequence:
-                del self.producers[digest]
-                for request in self._waiters.pop(digest, ()):
-                    self._resume(request)
-                    woken = True
+            if self.producers.get(digest) is not sequence:
+                self._drop_successor(digest, sequence)
+                continue
+            del self.producers[digest]
+            if digest in self._successors:
+                successor = self._successors[digest][0]
+                self._drop_successor(digest, successor)
+                self.producers[digest] = successor
+            for request in self._waiters.pop(digest, ()):
+                self._resume(request)
+                woken = True
         sequence.num_settled = max(sequence.num_settled, end)
         return woken
+
+    def _drop_successor(self, digest: bytes, sequence: Sequence) -> None:
+        successors = self._successors.get(digest, [])
+        if sequence in successors:
+            successors.remove(sequence)
+            if not successors:
+                del self._successors[digest]
 
     def _resume(self, request: Request) -> None:
         request.awaited = None

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.server import Server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served() -> Iterator[Server]:
     with Server(runners=2, frontends=2) as server:
         yield server

@@ -25,9 +25,8 @@ EMOJI = [
     "abc",
     "<|im_end|>",
 ]
-CHARACTERS = st.characters(
-    exclude_characters="\ufffd", max_codepoint=0x3FFFF
-)  # SmolLM2 lacks bytes for the rest
+# Whole characters (no half of a surrogate pair), and of those what SmolLM2 has bytes for.
+CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd", max_codepoint=0x3FFFF)
 TEXT = st.lists(st.sampled_from(EMOJI) | st.text(CHARACTERS, max_size=3), max_size=12).map("".join)
 PIECES = ["▁", "a", "b", "▁a", "ab", "▁ab"]
 
