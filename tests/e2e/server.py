@@ -137,5 +137,11 @@ class Server:
         """Process ids of the supervisor's children whose command line names `kind` (a module)."""
         import psutil
 
+        def names(child: psutil.Process) -> bool:
+            try:
+                return kind in child.cmdline()
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it died while we looked
+                return False
+
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return [child.pid for child in found if kind in child.cmdline()]
+        return [child.pid for child in found if names(child)]
