@@ -17,6 +17,7 @@ from kvmanager.protocol import Layout
 
 HASH_BYTES = 32
 TOKEN_BYTES = 4
+TENANT_BYTES = 16
 NO_SALT = b""
 
 assert (sys.byteorder, array("I").itemsize) == ("little", TOKEN_BYTES), (
@@ -34,9 +35,27 @@ def field(tag: bytes, value: bytes) -> bytes:
     return tag + len(value).to_bytes(4, "little") + value
 
 
-def salt_digest(cache_salt: str) -> bytes:
-    """32 bytes that stand for a salt wherever it is kept; empty for no salt."""
-    return sha256(cache_salt.encode()).digest() if cache_salt else NO_SALT
+def salt_digest(cache_salt: str, tenant: str = "") -> bytes:
+    """32 bytes that stand for a salt wherever it is kept; empty for no salt.
+
+    Those of a tenant, 32 hex digits, begin with its 16 bytes: so nothing of it meets anything of others, and
+    what is its own can be told.
+    """
+    if not tenant:
+        return sha256(cache_salt.encode()).digest() if cache_salt else NO_SALT
+    return tenant_bytes(tenant) + sha256(cache_salt.encode()).digest()[:TENANT_BYTES]
+
+
+def tenant_bytes(tenant: str) -> bytes:
+    """What the salts of a tenant begin with; nothing for none. It must be one: see `tenant_fault`."""
+    return bytes.fromhex(tenant)
+
+
+def tenant_fault(tenant: str) -> str:
+    """Why this is no tenant, and an empty string if it is one or none."""
+    if not tenant or (len(tenant) == 2 * TENANT_BYTES and set(tenant) <= set("0123456789abcdef")):
+        return ""
+    return f"a tenant is {2 * TENANT_BYTES} small hex digits, and not {tenant[:64]!r}"
 
 
 def root_hash(layout: Layout) -> bytes:

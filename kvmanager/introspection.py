@@ -2,7 +2,7 @@
 
 from kvmanager.block_pool import SEALED, BlockPool
 from kvmanager.hashing import TOKEN_BYTES
-from kvmanager.protocol import PoolStats, RunnerStats, Stats, TierStats
+from kvmanager.protocol import At, PoolStats, RunnerStats, Stats, TierStats
 from kvmanager.state import State
 
 
@@ -36,6 +36,7 @@ def statistics(state: State, query_id: int, now: float) -> Stats:
         recomputed_tokens=counters.recomputed_tokens,
         used_tokens=used_tokens(state, state.pool) if state.pool else 0,
         tier=tier_statistics(state),
+        at=At(state.boot_id, 0),
     )
 
 

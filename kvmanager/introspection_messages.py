@@ -10,8 +10,7 @@ Whatever can be large is asked for in pages, so that no question holds up the ma
 from typing import Literal
 
 from kvmanager.sampling_params import Message
-
-BlockRef = tuple[int, int]  # (block_id, generation)
+from kvmanager.step_messages import BlockRef as BlockRef
 
 MAX_PAGE = 2048  # blocks, events or requests of one answer
 

@@ -11,15 +11,18 @@ class Pin(Message, frozen=True, tag=True):
     token_ids: tuple[int, ...]
     cache_salt: str
     ttl: float  # seconds
+    tenant: str = ""  # whose pin it is: names are per tenant, and so is what is cached
 
 
 class Unpin(Message, frozen=True, tag=True):
     query_id: int
     name: str
+    tenant: str = ""
 
 
 class PinsQuery(Message, frozen=True, tag=True):
     query_id: int
+    tenant: str = ""  # empty: every pin
 
 
 class Pinned(Message, frozen=True):
@@ -32,7 +35,8 @@ class Pinned(Message, frozen=True):
 
 
 class PinsAnswer(Message, frozen=True, tag=True):
-    """Answer to Pin, Unpin and PinsQuery: every pin, by name, as it is now. A block of two pins counts once.
+    """Answer to Pin, Unpin and PinsQuery: every pin of the tenant by name, as it is now. A block of two pins
+    counts once.
 
     `code` is empty, or the wire code for which a Pin or Unpin was refused, and then nothing has changed.
     """

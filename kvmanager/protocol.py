@@ -1,5 +1,6 @@
 """Every message between frontends, the KV manager and runners: declared once, as frozen tagged Structs (their
-parts that say how to choose tokens in `sampling_params`, figures in `stats`).
+parts that say how to choose tokens in `sampling_params`, figures in `stats`, questions about the cache in
+`introspection_messages` and so on).
 
 Transport and framing
     Clients (frontends, runners) hold a DEALER socket to the manager's ROUTER. A message is two frames:
@@ -22,6 +23,39 @@ from typing import Literal
 
 import msgspec
 
+from kvmanager.control_messages import Clear as Clear
+from kvmanager.control_messages import Cleared as Cleared
+from kvmanager.control_messages import Evict as Evict
+from kvmanager.event_messages import CacheEvent as CacheEvent
+from kvmanager.event_messages import EventsPage as EventsPage
+from kvmanager.event_messages import EventsQuery as EventsQuery
+from kvmanager.introspection_messages import FLAG_IN_TIER as FLAG_IN_TIER
+from kvmanager.introspection_messages import FLAG_OTHER as FLAG_OTHER
+from kvmanager.introspection_messages import FLAG_PARTIAL as FLAG_PARTIAL
+from kvmanager.introspection_messages import FLAG_PINNED as FLAG_PINNED
+from kvmanager.introspection_messages import MAX_PAGE as MAX_PAGE
+from kvmanager.introspection_messages import At as At
+from kvmanager.introspection_messages import AuditPage as AuditPage
+from kvmanager.introspection_messages import AuditQuery as AuditQuery
+from kvmanager.introspection_messages import BlockDetail as BlockDetail
+from kvmanager.introspection_messages import BlockQuery as BlockQuery
+from kvmanager.introspection_messages import BlocksPage as BlocksPage
+from kvmanager.introspection_messages import BlocksQuery as BlocksQuery
+from kvmanager.introspection_messages import Eviction as Eviction
+from kvmanager.introspection_messages import ExplainQuery as ExplainQuery
+from kvmanager.introspection_messages import Explanation as Explanation
+from kvmanager.introspection_messages import HolderInfo as HolderInfo
+from kvmanager.introspection_messages import HoldersAnswer as HoldersAnswer
+from kvmanager.introspection_messages import HoldersQuery as HoldersQuery
+from kvmanager.introspection_messages import Lookup as Lookup
+from kvmanager.introspection_messages import PlanAnswer as PlanAnswer
+from kvmanager.introspection_messages import PlanQuery as PlanQuery
+from kvmanager.introspection_messages import ProcessInfo as ProcessInfo
+from kvmanager.introspection_messages import RequestInfo as RequestInfo
+from kvmanager.introspection_messages import RequestsPage as RequestsPage
+from kvmanager.introspection_messages import RequestsQuery as RequestsQuery
+from kvmanager.introspection_messages import SequenceInfo as SequenceInfo
+from kvmanager.introspection_messages import Sibling as Sibling
 from kvmanager.pin_messages import Pin as Pin
 from kvmanager.pin_messages import Pinned as Pinned
 from kvmanager.pin_messages import PinsAnswer as PinsAnswer
@@ -33,6 +67,13 @@ from kvmanager.sampling_params import SamplingParams as SamplingParams
 from kvmanager.stats import PoolStats as PoolStats
 from kvmanager.stats import RunnerStats as RunnerStats
 from kvmanager.stats import TierStats as TierStats
+from kvmanager.step_messages import BlockRef as BlockRef
+from kvmanager.step_messages import Copied as Copied
+from kvmanager.step_messages import Ended as Ended
+from kvmanager.step_messages import Forked as Forked
+from kvmanager.step_messages import Progress as Progress
+from kvmanager.step_messages import StepReport as StepReport
+from kvmanager.step_messages import Taken as Taken
 from kvmanager.token_messages import BeamScore as BeamScore
 from kvmanager.token_messages import TokenBatch as TokenBatch
 from kvmanager.token_messages import TokenEvent as TokenEvent
@@ -50,8 +91,6 @@ MAX_TEXT_CHARS = 4096
 
 
 # --- parts --------------------------------------------------------------------------------------------------
-
-BlockRef = tuple[int, int]  # (block_id, generation)
 
 
 class Session(Message, frozen=True):
@@ -146,6 +185,7 @@ class Submit(Message, frozen=True, tag=True):
     priority: int = 0  # lower runs earlier
     cache_salt: str = ""
     read_cache: bool = True  # false: compute every token (prompt_logprobs need all logits)
+    tenant: str = ""  # whose cache it uses: see `hashing.salt_digest`; empty: that of all who have none
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -201,6 +241,7 @@ class Stats(Message, frozen=True, tag=True):
     recomputed_tokens: int = 0  # computed once more after a preemption
     used_tokens: int = 0  # gauge: slots that hold a token, of those in reserved and sealed blocks
     tier: TierStats = TierStats()
+    at: At = At("", 0)
 
 
 # --- runner → manager ---------------------------------------------------------------------------------------
@@ -212,81 +253,6 @@ class Ready(Message, frozen=True, tag=True):
 
 class Draining(Message, frozen=True, tag=True):
     """No new starts, please; the process is about to end."""
-
-
-class Progress(Message, frozen=True):
-    """A sequence's KV has passed at least one block boundary: seal its full blocks.
-
-    `new_token_ids` are the output tokens that the manager has not been told yet (it knows the prompt);
-    `num_computed_tokens` counts all tokens of the sequence whose KV is in its blocks.
-    """
-
-    start_id: int
-    choice: int
-    new_token_ids: tuple[int, ...]
-    num_computed_tokens: int
-
-
-class Forked(Message, frozen=True):
-    """`children` now share the whole block table of `choice`, and its tokens as far as they were reported.
-
-    They are choices of the Start's that were still to come, or beams: numbers below MAX_CHOICES that no other
-    sequence of the start has (one that has ended may be used again, by a later report).
-    """
-
-    start_id: int
-    choice: int
-    children: tuple[int, ...]
-
-
-class Ended(Message, frozen=True):
-    """A sequence no longer runs and no step in flight writes its blocks: they go back to the manager.
-
-    For "preempted", `new_token_ids` complete the manager's copy of the output, so that it can be resumed
-    exactly. "dropped" is a beam that others have outlived: its request goes on without it.
-    """
-
-    start_id: int
-    choice: int
-    new_token_ids: tuple[int, ...]
-    num_computed_tokens: int
-    reason: Literal["finished", "cancelled", "preempted", "dropped"]
-
-
-class Copied(Message, frozen=True):
-    """Copy-on-write: entry `index` of the table of (start_id, choice) is now `block`, which was a credit."""
-
-    start_id: int
-    choice: int
-    index: int
-    block: BlockRef
-
-
-class Taken(Message, frozen=True):
-    """Credits that became the next entries of a sequence's block table, in order."""
-
-    start_id: int
-    choice: int
-    blocks: tuple[BlockRef, ...]
-
-
-class StepReport(Message, frozen=True, tag=True):
-    """What changed in one step; sent before the next step computes, and only if something changed.
-
-    Applied in the order of its fields, but `sources_read` first. `credits_wanted` is how many credits the
-    runner wants to hold in all. `num_tail_tokens` counts the tokens, those of the step about to be computed
-    included, in its sequences' blocks that are not sealed; once where sequences share one.
-    """
-
-    progress: tuple[Progress, ...] = ()
-    forked: tuple[Forked, ...] = ()
-    ended: tuple[Ended, ...] = ()
-    copied: tuple[Copied, ...] = ()
-    taken: tuple[Taken, ...] = ()
-    returned: tuple[BlockRef, ...] = ()  # credits handed back unused
-    credits_wanted: int = 0
-    sources_read: tuple[tuple[int, int], ...] = ()  # (start_id, choice) whose `copy_from` has been copied
-    num_tail_tokens: int = 0
 
 
 # --- manager → runner ---------------------------------------------------------------------------------------
@@ -335,10 +301,24 @@ class Directives(Message, frozen=True, tag=True):
 # --- unions and codecs --------------------------------------------------------------------------------------
 
 Hello = FrontendHello | RunnerHello
-FrontendToManager = FrontendHello | Submit | Cancel | StatsQuery | Pin | Unpin | PinsQuery
+Question = (
+    ExplainQuery
+    | PlanQuery
+    | BlocksQuery
+    | BlockQuery
+    | HoldersQuery
+    | RequestsQuery
+    | AuditQuery
+    | EventsQuery
+)
+Query = StatsQuery | Pin | Unpin | PinsQuery | Question | Evict | Clear
+FrontendToManager = FrontendHello | Submit | Cancel | Query
 RunnerToManager = RunnerHello | Ready | Draining | StepReport
 ToManager = FrontendToManager | RunnerToManager
-ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | Stats | PinsAnswer
+Page = BlocksPage | BlockDetail | HoldersAnswer | RequestsPage | AuditPage | EventsPage
+Answer = Stats | PinsAnswer | Explanation | PlanAnswer | Page | Cleared
+"""What answers a Query, by its `query_id`."""
+ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | Answer
 ManagerToRunner = Welcome | Refused | Fenced | Directives
 
 _encoder = msgspec.msgpack.Encoder()

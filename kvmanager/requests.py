@@ -112,7 +112,7 @@ class Request:
         self.order = (submit.priority, submit.arrival, serial)
         self.prompt = token_array(submit.prompt_token_ids)
         self.max_length = len(self.prompt) + submit.sampling.max_tokens  # tokens of a choice, prompt included
-        self.salt = salt_digest(submit.cache_salt)
+        self.salt = salt_digest(submit.cache_salt, submit.tenant)
         self.state = RequestState.WAITING
         self.active: ActiveStart | None = None
         self.awaited: bytes | None = None  # hash of the block in flight that it waits for

@@ -4,6 +4,7 @@ import math
 
 from kvmanager.admission import why_it_never_fits
 from kvmanager.clients import Frontend
+from kvmanager.hashing import tenant_fault
 from kvmanager.protocol import (
     MAX_BEAMS,
     MAX_CHOICES,
@@ -89,6 +90,8 @@ def find_fault(message: Submit) -> str:
         return f"request_id has {len(message.request_id)} characters, want 1 to {MAX_ID_CHARS}"
     if len(message.cache_salt) > MAX_TEXT_CHARS:
         return f"cache_salt has {len(message.cache_salt)} characters, want at most {MAX_TEXT_CHARS}"
+    if fault := tenant_fault(message.tenant):
+        return fault
     if not 1 <= len(message.prompt_token_ids) <= MAX_PROMPT_TOKENS:
         return f"the prompt has {len(message.prompt_token_ids)} tokens, want 1 to {MAX_PROMPT_TOKENS}"
     if not 1 <= len(indices) <= MAX_CHOICES or sorted(set(indices)) != sorted(indices):

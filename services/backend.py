@@ -19,10 +19,12 @@ from kvmanager.client import AsyncManagerClient
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
+    Answer,
     Cancel,
     Pin,
     PinsAnswer,
     PinsQuery,
+    Query,
     Stats,
     StatsQuery,
     Submit,
@@ -39,7 +41,6 @@ _MAX_OUTBOX: Final = 16384  # messages
 _HELLO_TIMEOUT: Final = 5.0  # seconds
 _HIGH_WATER_MARK: Final = 1000  # token batches
 
-Query = StatsQuery | Pin | Unpin | PinsQuery
 ToManager = Submit | Cancel | Query
 
 log = logging.getLogger("pagekeeper.frontend")
@@ -112,17 +113,20 @@ class Backend:
 
     async def stats(self, timeout: float) -> Stats | None:
         """Ask the manager; None if it does not answer within `timeout` seconds."""
-        stats: Stats | None = await self._ask(StatsQuery, timeout)
+        stats: Stats | None = await self.ask(StatsQuery, timeout)
         return stats
 
     async def pins(
         self, message: Callable[[int], Pin | Unpin | PinsQuery], timeout: float
     ) -> PinsAnswer | None:
         """Ask the manager, with the query's number; None if it does not answer within `timeout` seconds."""
-        answer: PinsAnswer | None = await self._ask(message, timeout)
+        answer: PinsAnswer | None = await self.ask(message, timeout)
         return answer
 
-    async def _ask(self, message: Callable[[int], Query], timeout: float) -> Any:
+    async def ask(self, message: Callable[[int], Query], timeout: float) -> Any:
+        """Put any question to the manager, made with its number. Its Answer, of the kind that belongs to the
+        question, or None if none comes within `timeout` seconds.
+        """
         if not self.tracker.connected or len(self._outbox) >= _MAX_OUTBOX:
             return None
         self._next_query += 1
@@ -165,11 +169,11 @@ class Backend:
                 continue
             now = time.monotonic()
             for message in messages:
-                if isinstance(message, Stats | PinsAnswer):
+                if isinstance(message, Answer):
                     self._answer(message)
                 self._apply(self.tracker.heard(now, message))
 
-    def _answer(self, answer: Stats | PinsAnswer) -> None:
+    def _answer(self, answer: Answer) -> None:
         query = self._queries.get(answer.query_id)
         if query is not None and not query.done():
             query.set_result(answer)
