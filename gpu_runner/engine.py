@@ -19,6 +19,10 @@ class Engine(Protocol):
         """Tokens after which the model has nothing more to say."""
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
     def max_model_len(self) -> int:
         """Tokens, prompt and output together."""
 

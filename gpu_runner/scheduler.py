@@ -13,10 +13,11 @@ from gpu_runner.beams import Beams, count_needs
 from gpu_runner.credits import Credits, look_ahead
 from gpu_runner.request import EndReason, RunningRequest, RunningSequence, begin
 from gpu_runner.shared_tails import SharedTails
+from gpu_runner.start_faults import find_fault, refusal
 from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
 from gpu_runner.step_report import ReportBuilder
 from gpu_runner.stop_conditions import finish
-from kvmanager.protocol import Directives, Start, StepReport, TokenEvent, TokenLogprobs
+from kvmanager.protocol import MAX_VOCABULARY, Directives, Start, StepReport, TokenEvent, TokenLogprobs
 
 REMEMBERED_STARTS: Final = 4096
 """Start ids kept to recognise a start that comes twice."""
@@ -24,12 +25,13 @@ REMEMBERED_STARTS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """All in tokens, but `max_num_seqs`."""
+    """All in tokens, but `max_num_seqs`; token ids are below `vocab_size`."""
 
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    vocab_size: int = MAX_VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,24 @@ class Scheduler:
 
     # --- what the manager says -----------------------------------------------------------------------------
 
-    def handle(self, directives: Directives) -> None:
-        """Apply directives; stale start ids and starts that came before are ignored."""
+    def handle(self, directives: Directives) -> dict[str, list[TokenEvent]]:
+        """Apply directives; stale start ids and starts that came before are ignored.
+
+        Returns, by frontend endpoint, the ends of those starts that cannot be computed.
+        """
         assert self._plan is None, "directives came while a step was in flight"
         self._credits.grant(directives.credits)
+        refused: dict[str, list[TokenEvent]] = {}
         for start in directives.starts:
             self._start(start)
+            if fault := find_fault(start, self._limits.vocab_size, self._limits.max_model_len):
+                self._end_all(start.start_id, "finished")
+                refused.setdefault(start.token_endpoint, []).append(refusal(start, fault))
         for start_id in directives.cancels:
             self._end_all(start_id, "cancelled")
         for start_id in directives.preempts:
             self._end_all(start_id, "preempted")
+        return refused
 
     def _start(self, start: Start) -> None:
         if start.start_id in self._seen_starts:

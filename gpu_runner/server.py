@@ -57,6 +57,7 @@ class Server:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             engine.max_model_len,
+            engine.vocab_size,
         )
         self._scheduler = self._new_scheduler()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -162,7 +163,8 @@ class Server:
             elif isinstance(message, Directives):
                 for start in message.starts:
                     self._sender.prepare(start.token_endpoint)
-                self._scheduler.handle(message)
+                if refused := self._scheduler.handle(message):
+                    self._sender.send(refused)
 
     @property
     def _running(self) -> int:

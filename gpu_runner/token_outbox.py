@@ -54,4 +54,5 @@ def _join(first: TokenEvent, then: TokenEvent) -> TokenEvent:
         logprobs=logprobs,
         finish_reason=then.finish_reason,
         stop_reason=then.stop_reason,
+        error=then.error,
     )

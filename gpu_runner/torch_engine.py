@@ -48,6 +48,7 @@ class TorchEngine:
             shape.num_kv_heads,
             shape.head_dim,
         )
+        self.vocab_size = shape.vocab_size
         self.max_model_len = config.max_model_len or shape.max_model_len
         if self.max_model_len > shape.max_model_len:
             raise ModelError(

@@ -92,7 +92,7 @@ class ClientSession:
             return None
         try:
             message: Received = self._decode(frames[1])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return None
         if isinstance(message, Welcome | Refused):
             return self._answered(message)

@@ -61,9 +61,11 @@ from kvmanager.pin_messages import Pinned as Pinned
 from kvmanager.pin_messages import PinsAnswer as PinsAnswer
 from kvmanager.pin_messages import PinsQuery as PinsQuery
 from kvmanager.pin_messages import Unpin as Unpin
+from kvmanager.sampling_params import MAX_VOCABULARY as MAX_VOCABULARY
 from kvmanager.sampling_params import BeamParams as BeamParams
 from kvmanager.sampling_params import Message as Message
 from kvmanager.sampling_params import SamplingParams as SamplingParams
+from kvmanager.sampling_params import find_sampling_fault as find_sampling_fault
 from kvmanager.stats import PoolStats as PoolStats
 from kvmanager.stats import RunnerStats as RunnerStats
 from kvmanager.stats import TierStats as TierStats

@@ -1,8 +1,14 @@
 """How a request's tokens are chosen: parts of `kvmanager.protocol`, from where they are to be imported."""
 
+import math
 from typing import Literal
 
 import msgspec
+
+MAX_SEED = (1 << 63) - 1
+MAX_VOCABULARY = 1 << 32  # token ids are kept in 32 bits
+MAX_ALTERNATIVES = 1 << 10  # tokens beside the sampled one that log-probabilities may be asked for
+MIN_REPETITION_PENALTY = 1e-6
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -39,3 +45,31 @@ class SamplingParams(Message, frozen=True):
     logprobs: int | None = None  # number of alternatives beside the sampled token's own; None is off
     prompt_logprobs: int | None = None
     beam: BeamParams | None = None
+
+
+def find_sampling_fault(params: SamplingParams, vocab_size: int = MAX_VOCABULARY) -> str:
+    """What no sampler can work with, or an empty string; token ids must be below `vocab_size`."""
+    numbers: tuple[tuple[str, float, float, float], ...] = (
+        ("seed", params.seed, 0, MAX_SEED),
+        ("temperature", params.temperature, 0.0, math.inf),
+        ("top_k", params.top_k, 0, math.inf),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, math.inf),
+        ("presence_penalty", params.presence_penalty, -math.inf, math.inf),
+        ("frequency_penalty", params.frequency_penalty, -math.inf, math.inf),
+        ("min_tokens", params.min_tokens, 0, math.inf),
+        ("logprobs", params.logprobs or 0, 0, min(MAX_ALTERNATIVES, vocab_size)),
+        ("prompt_logprobs", params.prompt_logprobs or 0, 0, min(MAX_ALTERNATIVES, vocab_size)),
+    )
+    for name, value, low, high in numbers:
+        if not (low <= value <= high and math.isfinite(value)):
+            return f"{name} is {value}, want a number from {low} to {high}"
+    if not all(map(math.isfinite, params.logit_bias.values())):
+        return "a logit_bias is not a finite number"
+    if params.beam is not None and not math.isfinite(params.beam.length_penalty):
+        return f"length_penalty is {params.beam.length_penalty}, want a finite number"
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            return f"{name} has a token id outside 0 to {vocab_size - 1}"
+    return ""

@@ -15,6 +15,7 @@ from kvmanager.protocol import (
     Cancel,
     Rejected,
     Submit,
+    find_sampling_fault,
 )
 from kvmanager.requests import Request
 from kvmanager.state import State
@@ -108,7 +109,7 @@ def find_fault(message: Submit) -> str:
         return f"a beam search of width {beam.width} (1 to {MAX_BEAMS}) wants as many choices, without output"
     if message.attempt < 0 or not math.isfinite(message.arrival):
         return f"attempt {message.attempt} or arrival {message.arrival} is not a usable number"
-    return ""
+    return find_sampling_fault(message.sampling)
 
 
 def cancel(state: State, frontend: Frontend, message: Cancel) -> None:

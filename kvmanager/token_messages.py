@@ -21,7 +21,10 @@ class BeamScore(Message, frozen=True):
 
 
 class TokenEvent(Message, frozen=True):
-    """New tokens of one choice. `position` is the index of the first one in the choice's output."""
+    """New tokens of one choice. `position` is the index of the first one in the choice's output.
+
+    The finish reason "error" ends the whole request: the runner cannot compute it, and `error` says why.
+    """
 
     request_id: str
     attempt: int
@@ -31,9 +34,10 @@ class TokenEvent(Message, frozen=True):
     num_cached_tokens: int  # of the prompt, at this start
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # once, with the first token
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "error"] | None = None
     stop_reason: int | None = None  # the stop token's id, where it was one of stop_token_ids
     beam: BeamScore | None = None  # beam searches only, whose choices come whole
+    error: str = ""
 
 
 class TokenBatch(Message, frozen=True, tag=True):

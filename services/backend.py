@@ -32,14 +32,25 @@ from kvmanager.protocol import (
     decode_token_batch,
 )
 from services.generation import Generation
-from services.metrics import GENERATION_TOKENS, ITL, PROMPT_TOKENS, RESUBMITTED, STALE_EVENTS, TTFT, Metrics
+from services.metrics import (
+    GENERATION_TOKENS,
+    ITL,
+    PROMPT_TOKENS,
+    RESUBMITTED,
+    STALE_EVENTS,
+    TTFT,
+    UNREADABLE,
+    Metrics,
+)
 from services.tracker import Effects, Request, Tracker
+from services.unreadable import Unreadable
 
 _TICK: Final = 0.25  # seconds
 _STATS_EVERY: Final = 4  # ticks: the manager's answers show that it lives
 _MAX_OUTBOX: Final = 16384  # messages
 _HELLO_TIMEOUT: Final = 5.0  # seconds
 _HIGH_WATER_MARK: Final = 1000  # token batches
+_COUNTED: Final = (RESUBMITTED, STALE_EVENTS, UNREADABLE)
 
 ToManager = Submit | Cancel | Query
 
@@ -68,7 +79,8 @@ class Backend:
         self._outbox_filled = asyncio.Event()
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._next_query = 0
-        self._counted = (0, 0)  # the tracker's resubmissions and stale events that the metrics have
+        self._unreadable = Unreadable("token batches")
+        self._counted = (0, 0, 0)  # of _COUNTED, what the metrics have
         self._socket_path = token_endpoint.removeprefix("ipc://")
         self._context = zmq.asyncio.Context()
         self._tokens = self._context.socket(zmq.PULL)
@@ -192,11 +204,12 @@ class Backend:
 
     async def _token_loop(self) -> None:
         while True:
-            frame = await self._tokens.recv()
+            frames = await self._tokens.recv_multipart()
             try:
+                (frame,) = frames
                 batch = decode_token_batch(frame)
-            except msgspec.DecodeError as error:
-                log.warning("dropped a token batch that cannot be read: %s", error)
+            except (ValueError, msgspec.DecodeError, RecursionError) as error:
+                self._unreadable.add(time.monotonic(), str(error))
                 continue
             self._apply(self.tracker.tokens(time.monotonic(), batch))
 
@@ -208,9 +221,9 @@ class Backend:
             self._apply(self.tracker.tick(time.monotonic()))
             if ticks % _STATS_EVERY == 0 and self.tracker.connected:
                 self._send(StatsQuery(0))  # nobody waits for it; that it is answered is the point
-            counts = (self.tracker.resubmitted, self.tracker.stale_events)
-            self._metrics.count(RESUBMITTED, counts[0] - self._counted[0])
-            self._metrics.count(STALE_EVENTS, counts[1] - self._counted[1])
+            counts = (self.tracker.resubmitted, self.tracker.stale_events, self._unreadable.count)
+            for spec, count, counted in zip(_COUNTED, counts, self._counted, strict=True):
+                self._metrics.count(spec, count - counted)
             self._counted = counts
 
     def _loop_ended(self, task: "asyncio.Task[None]") -> None:

@@ -46,6 +46,9 @@ RESUBMITTED: Final = CounterSpec(
 STALE_EVENTS: Final = CounterSpec(
     "pagekeeper_stale_token_events", "Token events that no live request waits for"
 )
+UNREADABLE: Final = CounterSpec(
+    "pagekeeper_unreadable_token_batches", "Messages on the token socket that are no token batch"
+)
 TTFT: Final = HistogramSpec("vllm:time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
 ITL: Final = HistogramSpec("vllm:inter_token_latency_seconds", "Between tokens of one choice", _SECONDS)
 TPOT: Final = HistogramSpec(
@@ -61,6 +64,7 @@ SPECS: Final = (
     REQUESTS,
     RESUBMITTED,
     STALE_EVENTS,
+    UNREADABLE,
     TTFT,
     ITL,
     TPOT,

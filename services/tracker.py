@@ -11,6 +11,7 @@ from typing import Final
 
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
+    MAX_VOCABULARY,
     Accepted,
     BeamScore,
     Cancel,
@@ -24,7 +25,9 @@ from kvmanager.protocol import (
     TokenLogprobs,
 )
 
-MAX_LOSSES: Final = 3  # runners that may die under one request before it is given up
+MAX_LOSSES: Final = (
+    3  # runners that may die under one request, without a new token between, before it is given up
+)
 STOOD_STILL: Final = 5.0  # seconds between two ticks; far more than a loop that runs ever takes
 
 
@@ -54,7 +57,7 @@ class Request:
     read_cache: bool = True
     attempt: int = -1
     accepted: bool = False
-    losses: int = 0
+    losses: int = 0  # in a row, without a new token between
     last_sign: float = 0.0  # when it was last sent, accepted, or produced a token
     retry_at: float | None = None  # when a resubmission that found the queue full goes out again
     num_cached_tokens: int = 0
@@ -177,8 +180,11 @@ class Tracker:
         effects = Effects()
         for event in batch.events:
             request = self._current(event.request_id, event.attempt)
-            if request is None or event.choice >= len(request.outputs):
+            if request is None or not _is_sound(request, event):
                 self.stale_events += 1
+                continue
+            if event.finish_reason == "error":
+                self._fail(effects, request, PagekeeperError("invalid_request", event.error))
                 continue
             output = request.outputs[event.choice]
             if event.position > len(output.token_ids) and output.finish_reason is None:
@@ -261,11 +267,21 @@ class Tracker:
         )
 
 
+def _is_sound(request: Request, event: TokenEvent) -> bool:
+    """Whether the event can be one of the request's."""
+    ids = event.token_ids
+    if not 0 <= event.choice < len(request.outputs) or event.position < 0:
+        return False
+    return not ids or 0 <= min(ids) <= max(ids) < MAX_VOCABULARY
+
+
 def _append(request: Request, output: Output, event: TokenEvent) -> None:
     """Take what `event` adds to `output`; what is already here is left out."""
     if output.finish_reason is not None:
         return
     skip = len(output.token_ids) - event.position
+    if len(event.token_ids) > skip:
+        request.losses = 0
     if not request.started:
         request.num_cached_tokens = event.num_cached_tokens
     output.token_ids.extend(event.token_ids[skip:])

@@ -60,6 +60,7 @@ class FakeEngine:
     """An `Engine`. `may_write(block_id, (start_id, choice))` raises where it must not."""
 
     block_size: int = 4
+    vocab_size: int = VOCABULARY
     max_model_len: int = 48
     shared_pool: bool = True
     may_write: Writable = lambda block_id, key: None

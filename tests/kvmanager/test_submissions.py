@@ -1,10 +1,12 @@
 """Submits and cancels by example: what is accepted, replaced, refused, and what waits."""
 
+import msgspec
 import pytest
 
 from kvmanager.block_pool import CACHED, FREE
 from kvmanager.protocol import (
     Accepted,
+    BeamParams,
     Cancel,
     Choice,
     Ended,
@@ -16,6 +18,12 @@ from kvmanager.protocol import (
 )
 from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.scene import Scene
+
+
+def sampled(**params: object) -> Submit:
+    """A submission with these sampling parameters."""
+    sampling = msgspec.structs.replace(SamplingParams(4, 1), **params)
+    return msgspec.structs.replace(submission("a", [1]), sampling=sampling)
 
 
 def test_submits_are_idempotent_and_a_higher_attempt_replaces() -> None:
@@ -87,6 +95,20 @@ def test_a_waiting_request_can_be_cancelled() -> None:
         (submission("a", [1], n=129), "invalid_request", ["129 choices"]),
         (submission("a", [1], max_tokens=0), "invalid_request", ["max_tokens is 0"]),
         (submission("a", [1], arrival=float("nan")), "invalid_request", ["nan"]),
+        (sampled(temperature=float("nan")), "invalid_request", ["temperature is nan"]),
+        (sampled(temperature=-1.0), "invalid_request", ["temperature is -1.0"]),
+        (sampled(temperature=float("inf")), "invalid_request", ["temperature is inf"]),
+        (sampled(top_p=1.5), "invalid_request", ["top_p is 1.5"]),
+        (sampled(top_k=-1), "invalid_request", ["top_k is -1"]),
+        (sampled(seed=-1), "invalid_request", ["seed is -1"]),
+        (sampled(repetition_penalty=0.0), "invalid_request", ["repetition_penalty is 0.0"]),
+        (sampled(logprobs=100_000), "invalid_request", ["logprobs is 100000"]),
+        (sampled(prompt_logprobs=-1), "invalid_request", ["prompt_logprobs is -1"]),
+        (sampled(logit_bias={1: float("inf")}), "invalid_request", ["logit_bias"]),
+        (sampled(logit_bias={-1: 1.0}), "invalid_request", ["logit_bias has a token id"]),
+        (sampled(stop_token_ids=(1 << 32,)), "invalid_request", ["stop_token_ids has a token id"]),
+        (sampled(beam=BeamParams(1, float("nan"))), "invalid_request", ["length_penalty"]),
+        (msgspec.structs.replace(submission("a", [1]), attempt=-1), "invalid_request", ["attempt -1"]),
         (
             Submit("a", 0, 0.0, (1,), (Choice(0), Choice(0)), SamplingParams(1, 1)),
             "invalid_request",

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -11,13 +12,15 @@ import zmq
 
 from kvmanager.client import socket_endpoint
 from kvmanager.errors import PagekeeperError
-from kvmanager.protocol import SamplingParams
+from kvmanager.protocol import SamplingParams, TokenBatch, TokenEvent, decode_token_batch, encode
 from services import backend as module
 from services.backend import Backend
 from services.generation import Generation, Signal
 from services.metrics import Metrics
 from services.tracker import Output, Request, Tracker
-from tests.services.fake_stack import WAIT_SECONDS, Stack, says
+from services.unreadable import QUIET, Unreadable
+from tests.noise import confused, deep
+from tests.services.fake_stack import WAIT_SECONDS, Stack, says, wait_until
 
 
 class StubClient:
@@ -135,13 +138,35 @@ def test_the_outbox_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with_backend(tmp_path, client, check)
 
 
+def unreadable(stack: Stack) -> float:
+    metrics = httpx.get(f"{stack.url}/metrics", timeout=20).text
+    (line,) = (x for x in metrics.splitlines() if x.startswith("pagekeeper_unreadable_token_batches_total"))
+    return float(line.rsplit(" ", 1)[1])
+
+
+def test_unreadable_messages_are_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    unreadable = Unreadable("letters")
+    for now in (0.0, 1.0, 2.0, QUIET):
+        unreadable.add(now, f"torn at {now:g}")
+    assert unreadable.count == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped 1 letters that cannot be read, last: torn at 0",
+        "dropped 3 letters that cannot be read, last: torn at 10",
+    ]
+
+
 def test_noise_on_the_token_socket_is_dropped() -> None:
     with Stack() as stack:
         stack.manager.script = says("fine")
         with zmq.Context() as context, context.socket(zmq.PUSH) as push:
             push.connect(socket_endpoint(stack.pool_directory, "frontend-0"))
-            for noise in (b"", b"noise", b"\x93\x01\x02\x03", bytes(1000)):
+            batch = encode(TokenBatch((TokenEvent("r", 0, -1, -1, (1 << 40, -5), 0),)))
+            noises = [b"", b"noise", b"\x93\x01\x02\x03", bytes(1000), deep(100_000)]
+            noises += [*confused([decode_token_batch(batch)], Random(3), 300), batch]
+            for noise in noises:
                 push.send(noise)
+            push.send_multipart([batch, batch])
             answer = httpx.post(f"{stack.url}/v1/completions", json={"prompt": "x"}, timeout=20)
         assert answer.json()["choices"][0]["text"] == "fine"
         assert stack.fatal == []
+        wait_until(lambda: unreadable(stack) >= 6, "the count of what cannot be read")

@@ -89,9 +89,20 @@ def test_another_attempt_is_not_ours() -> None:
     tracker, request = connected(), new_request()
     tracker.submit(0.0, request)
     tokens(tracker, event(request, 0, (7,), attempt=1), event(request, 0, (7,), request_id="x"))
-    tokens(tracker, event(request, 0, (7,), choice=5))
+    tokens(tracker, event(request, 0, (7,), choice=5), event(request, 0, (7,), choice=-1))
+    tokens(tracker, event(request, -1, (7, 8)), event(request, 0, (-1,)), event(request, 0, (1 << 40,)))
     assert request.outputs[0].token_ids == []
-    assert tracker.stale_events == 3
+    assert tracker.stale_events == 7
+
+
+def test_what_the_runner_cannot_compute_fails_with_its_reason() -> None:
+    tracker, request = connected(), new_request(choices=2)
+    tracker.submit(0.0, request)
+    effects = tokens(tracker, event(request, 0, (), finish_reason="error", error="no such token"))
+    assert effects.changed == [request]
+    assert request.error is not None
+    assert (request.error.code, request.error.message) == ("invalid_request", "no such token")
+    assert not tracker.live
 
 
 def test_a_lost_runner_resubmits_only_what_is_unfinished() -> None:
@@ -103,6 +114,15 @@ def test_a_lost_runner_resubmits_only_what_is_unfinished() -> None:
     assert isinstance(message, Submit)
     assert (message.attempt, message.arrival) == (1, 0.5)
     assert [(choice.index, choice.output_token_ids) for choice in message.choices] == [(1, (8, 9))]
+
+
+def test_a_request_that_gets_on_between_two_deaths_is_not_given_up() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    for position in range(3 * MAX_LOSSES):
+        tokens(tracker, event(request, position, (7,)))
+        assert tracker.heard(1.0, RunnerLost((("r", request.attempt),))).send
+    assert request.error is None
 
 
 def test_a_request_that_runners_die_of_is_given_up() -> None:
