@@ -12,7 +12,7 @@ from kvmanager.client import prepare, socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
-from services.config import FrontendConfig, read_api_keys
+from services.config import FrontendConfig, read_keys
 from services.http_protocol import bounded_head
 
 CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
@@ -30,7 +30,7 @@ def main() -> int:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     name = config.name or f"frontend-{socket.gethostname()[:32]}-{os.getpid()}"
     try:
-        read_api_keys(config)
+        read_keys(config)
         prepare(config.pool_directory)
         socket_endpoint(config.pool_directory, name)  # whether it is short enough
         model = load_model(config)

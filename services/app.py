@@ -19,7 +19,7 @@ from services.backend import Backend
 from services.chat import ChatRoute
 from services.chat_template import ChatTemplate
 from services.completions import CompletionsRoute
-from services.config import FrontendConfig, read_api_keys, split_list
+from services.config import FrontendConfig, split_list
 from services.context import Context, ServedModel
 from services.errors import ApiError
 from services.handlers import on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
@@ -105,7 +105,7 @@ def make_middleware(config: FrontendConfig) -> list[Middleware]:
                 expose_headers=[HEADER],
             )
         )
-    middleware.append(Middleware(ApiKeys, keys=read_api_keys(config)))
+    middleware.append(Middleware(ApiKeys, config=config))
     return middleware
 
 

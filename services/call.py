@@ -65,8 +65,11 @@ def new_call(
     sampling: SamplingParams,
     num_choices: int,
     continues_prompt: bool,
+    tenant: str,
 ) -> Call:
-    """A call that is not submitted yet. With `continues_prompt` the text goes on where the prompt's ends."""
+    """A call that is not submitted yet. With `continues_prompt` the text goes on where the prompt's ends.
+    `tenant`: see services.auth.
+    """
     call_id = f"{prefix}-{uuid.uuid4().hex}"
     signal = Signal()
     arrival = time.monotonic()
@@ -82,6 +85,7 @@ def new_call(
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             read_cache=sampling.prompt_logprobs is None,
+            tenant=tenant,
         )
         tail = prompt if continues_prompt else ()
         choices = [_choice(context.model, body, output, stops, tail) for output in request.outputs]

@@ -1,19 +1,22 @@
 """POST /v1/chat/completions."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
+from services.auth import tenant
 from services.beam_search import beam_params
-from services.call import Call, fit, new_call
+from services.call import Call, Identity, fit, new_call
 from services.chunks import PLACEHOLDER, TextTemplate, encode
 from services.completions import LONG_TEXT, encode_text
 from services.context import Context, ServedModel
 from services.errors import invalid
 from services.generation import ChoiceStream
+from services.journal import StreamSpec
 from services.logprobs import chat_logprobs, prompt_logprobs
 from services.openai_responses import (
     AssistantMessage,
@@ -32,9 +35,11 @@ from services.openai_types import (
     ContentPart,
     TokenizeRequest,
 )
-from services.sse import CallResponse, event
-from services.validation import check_common, decode_request, refuse, sampling
+from services.sse import Answer, CallResponse, Renderer, event
+from services.streams import Streams, resumable
+from services.validation import check_common, decode, decode_request, refuse, sampling
 
+ROUTE: Final = "/v1/chat/completions"
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Role in the request → role in the template."""
 
@@ -58,24 +63,42 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 class ChatRoute:
     """The endpoint."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, streams: Streams) -> None:
         self._context = context
+        self._streams = streams
+        streams.rebuilders[ROUTE] = self.rebuild
 
-    async def answer(self, request: Request) -> CallResponse:
+    async def answer(self, request: Request) -> Answer:
         context = self._context
         body = await decode_request(request, _decoder, context.config)
         context.model.check_name(body.model)
         check_common(body)
-        limit = _max_tokens(body)
+        _max_tokens(body)
         if body.top_logprobs and not body.logprobs:
             raise invalid("top_logprobs", "`top_logprobs` is only allowed with `logprobs`: true")
         prompt = await render_prompt(context.model, body)
+        identity = Identity.new("chatcmpl", tenant(request))
+        call, renderer = self._build(body, identity, prompt)
+        if not resumable(body):
+            return CallResponse(context, call, renderer)
+        kept = msgspec.structs.replace(body, messages=[], seed=call.seed)
+        return self._streams.answer(request, call, renderer, identity, msgspec.json.encode(kept))
+
+    def rebuild(self, spec: StreamSpec) -> tuple[Call, Renderer]:
+        """The call of a journal, as it was before its first token. Raises ApiError."""
+        body = decode(_decoder, spec.body)
+        return self._build(body, Identity(spec.id, spec.created, spec.tenant), spec.prompts[0])
+
+    def _build(
+        self, body: ChatRequest, identity: Identity, prompt: Sequence[int]
+    ) -> tuple[Call, ChatRenderer]:
+        context = self._context
         room = context.model.max_model_len
         n, best_of = _choices(body)
         tokenizer, eos = context.model.tokenizer, len(context.model.eos_token_ids)
         params = sampling(
             body,
-            max_tokens=fit(context.model, len(prompt), limit, room, "messages"),
+            max_tokens=fit(context.model, len(prompt), _max_tokens(body), room, "messages"),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             vocab_size=tokenizer.vocab_size,
@@ -84,14 +107,14 @@ class ChatRoute:
         call = new_call(
             context,
             body,
-            route="/v1/chat/completions",
-            prefix="chatcmpl",
+            identity,
+            route=ROUTE,
             prompts=[tuple(prompt)],
             sampling=params,
             num_choices=best_of,
             continues_prompt=bool(body.continue_final_message),
         )
-        return CallResponse(context, call, ChatRenderer(context.model, call, params.logprobs, n))
+        return call, ChatRenderer(context.model, call, params.logprobs, n)
 
 
 def _choices(body: ChatRequest) -> tuple[int, int]:

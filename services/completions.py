@@ -10,19 +10,23 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from kvmanager.protocol import MAX_CHOICES
+from services.auth import tenant
 from services.beam_search import beam_params
-from services.call import Call, fit, new_call
+from services.call import Call, Identity, fit, new_call
 from services.chunks import PLACEHOLDER, TextTemplate, encode
 from services.context import Context, ServedModel
 from services.detokenizer import Detokenizer
 from services.errors import invalid
 from services.generation import ChoiceStream, Generation
+from services.journal import StreamSpec
 from services.logprobs import legacy_entries, prompt_logprobs
 from services.openai_responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from services.openai_types import MAX_PROMPTS, CompletionRequest
-from services.sse import CallResponse, event
-from services.validation import MAX_LOGPROBS, check_common, decode_request, sampling, token_ids
+from services.sse import Answer, CallResponse, Renderer, event
+from services.streams import Streams, resumable
+from services.validation import MAX_LOGPROBS, check_common, decode, decode_request, sampling, token_ids
 
+ROUTE: Final = "/v1/completions"
 DEFAULT_MAX_TOKENS: Final = 16
 LONG_TEXT: Final = 1 << 16  # characters; longer texts are tokenised beside the event loop
 
@@ -32,16 +36,35 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
 class CompletionsRoute:
     """The endpoint."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, streams: Streams) -> None:
         self._context = context
+        self._streams = streams
+        streams.rebuilders[ROUTE] = self.rebuild
 
-    async def answer(self, request: Request) -> CallResponse:
+    async def answer(self, request: Request) -> Answer:
         context = self._context
         body = await decode_request(request, _decoder, context.config)
         context.model.check_name(body.model)
         check_common(body)
-        n, best_of = _check(body)
+        _check(body)
         prompts = await read_prompts(context.model, body)
+        identity = Identity.new("cmpl", tenant(request))
+        call, renderer = self._build(body, identity, prompts)
+        if not resumable(body):
+            return CallResponse(context, call, renderer)
+        kept = msgspec.structs.replace(body, prompt="", seed=call.seed)
+        return self._streams.answer(request, call, renderer, identity, msgspec.json.encode(kept))
+
+    def rebuild(self, spec: StreamSpec) -> tuple[Call, Renderer]:
+        """The call of a journal, as it was before its first token. Raises ApiError."""
+        body = decode(_decoder, spec.body)
+        return self._build(body, Identity(spec.id, spec.created, spec.tenant), list(spec.prompts))
+
+    def _build(
+        self, body: CompletionRequest, identity: Identity, prompts: list[tuple[int, ...]]
+    ) -> tuple[Call, CompletionRenderer]:
+        context = self._context
+        n, best_of = _check(body)
         if len(prompts) * best_of > MAX_CHOICES * 2:
             raise invalid(
                 "prompt",
@@ -62,8 +85,8 @@ class CompletionsRoute:
         call = new_call(
             context,
             body,
-            route="/v1/completions",
-            prefix="cmpl",
+            identity,
+            route=ROUTE,
             prompts=prompts,
             sampling=params,
             num_choices=best_of,
@@ -71,7 +94,7 @@ class CompletionsRoute:
         )
         call.hidden_tokens = 1 if body.max_tokens == 0 else 0
         form = CompletionForm(n, bool(body.echo), body.logprobs, body.prompt_logprobs is not None)
-        return CallResponse(context, call, CompletionRenderer(context.model, call, form))
+        return call, CompletionRenderer(context.model, call, form)
 
 
 def _check(body: CompletionRequest) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Settings of a frontend's process."""
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,10 @@ class FrontendConfig:
     )
     api_keys: str = setting("", "keys that clients must send, separated by commas; none: no key is asked for")
     api_keys_file: str = setting("", "file with one API key per line, in addition to api_keys")
+    admin_keys: str = setting("", "keys that may also see and command the whole cache (/kv/…), by commas")
+    admin_keys_file: str = setting("", "file with one such key per line, in addition to admin_keys")
+    tenant_keys: str = setting("", "keys with a cache of their own, of which alone they see, by commas")
+    tenant_keys_file: str = setting("", "file with one such key per line, in addition to tenant_keys")
     cors_origins: str = setting("", "origins that browsers may call from, separated by commas; * for all")
     request_log: bool = setting(True, "log one line per request at its end")
 
@@ -50,16 +55,41 @@ def split_list(text: str) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def read_api_keys(config: FrontendConfig) -> tuple[bytes, ...]:
-    """All keys, from both settings. Raises SettingError if the file cannot be read or holds none."""
-    keys = split_list(config.api_keys)
-    if config.api_keys_file:
+@dataclass(frozen=True)
+class Keys:
+    """All keys, from the settings and their files."""
+
+    api: tuple[bytes, ...]
+    admin: tuple[bytes, ...]
+    tenant: tuple[bytes, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.api or self.admin or self.tenant)
+
+
+def read_keys(config: FrontendConfig) -> Keys:
+    """Raises SettingError if a file cannot be read or holds none, or one key has two meanings."""
+    keys = Keys(
+        api=_keys("--api-keys-file", config.api_keys, config.api_keys_file),
+        admin=_keys("--admin-keys-file", config.admin_keys, config.admin_keys_file),
+        tenant=_keys("--tenant-keys-file", config.tenant_keys, config.tenant_keys_file),
+    )
+    kinds = {"api_keys": set(keys.api), "admin_keys": set(keys.admin), "tenant_keys": set(keys.tenant)}
+    for (one, first), (other, second) in itertools.combinations(kinds.items(), 2):
+        if first & second:
+            raise SettingError(f"a key is both in {one} and in {other} (or their files); want it in one")
+    return keys
+
+
+def _keys(flag: str, listed: str, file: str) -> tuple[bytes, ...]:
+    keys = split_list(listed)
+    if file:
         try:
-            lines = Path(config.api_keys_file).read_text("utf-8").splitlines()
+            lines = Path(file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingError(f"--api-keys-file={config.api_keys_file!r} cannot be read: {error}") from None
+            raise SettingError(f"{flag}={file!r} cannot be read: {error}") from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
-            raise SettingError(f"--api-keys-file={config.api_keys_file!r} holds no key; want one per line")
+            raise SettingError(f"{flag}={file!r} holds no key; want one per line")
         keys += found
     return tuple(key.encode() for key in keys)

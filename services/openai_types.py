@@ -18,6 +18,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # accepted, without effect: nothing is padded
+    resumable: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,21 +146,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-
-
-class PinRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /kv/pins: `prompt` or `messages`."""
-
-    name: str
-    ttl: float | None = None  # seconds
-    prompt: str | list[int] | None = None
-    messages: list[ChatMessage] | None = None
-    cache_salt: str | None = None
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

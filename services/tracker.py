@@ -55,6 +55,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     read_cache: bool = True
+    tenant: str = ""  # whose cache it uses: see services.auth
     attempt: int = -1
     accepted: bool = False
     losses: int = 0  # in a row, without a new token between
@@ -223,6 +224,7 @@ class Tracker:
             priority=request.priority,
             cache_salt=request.cache_salt,
             read_cache=request.read_cache,
+            tenant=request.tenant,
         )
 
     def _rejected(self, now: float, message: Rejected) -> Effects:

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from kvmanager.settings import SettingError
-from services.config import FrontendConfig, read_api_keys
+from services.config import FrontendConfig, read_keys
 from tests.services.fake_stack import Stack, says, wait_until
 
 ORIGIN = "https://example.org"
@@ -59,12 +59,12 @@ def test_probes_need_no_key(stack: Stack, path: str) -> None:
 
 
 def test_no_keys_lets_all_in_and_a_bad_file_is_named(tmp_path: Path) -> None:
-    assert read_api_keys(FrontendConfig()) == ()
+    assert not read_keys(FrontendConfig())
     with pytest.raises(SettingError, match="cannot be read"):
-        read_api_keys(FrontendConfig(api_keys_file=str(tmp_path / "none")))
+        read_keys(FrontendConfig(api_keys_file=str(tmp_path / "none")))
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(SettingError, match="holds no key"):
-        read_api_keys(FrontendConfig(api_keys_file=str(tmp_path / "empty")))
+        read_keys(FrontendConfig(api_keys_file=str(tmp_path / "empty")))
 
 
 def test_cors(stack: Stack) -> None:

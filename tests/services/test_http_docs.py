@@ -8,11 +8,11 @@ import pytest
 
 from kvmanager.errors import HTTP_STATUS
 from services.config import FrontendConfig
+from services.kv_types import PinRequest
 from services.openai_types import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    PinRequest,
     StreamOptions,
     TokenizeRequest,
 )
