@@ -6,7 +6,7 @@ A request starts with all its sequences or not at all; until everything is known
 changed.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvmanager import pressure
 from kvmanager.block_pool import CACHED, BlockPool
@@ -19,8 +19,7 @@ from kvmanager.state import State
 MAX_BACKOFF = 4  # preemptions after which the room asked for a restart no longer grows
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What a start would take: for each group what the cache has of it, and how many fresh blocks."""
 
     found: tuple[Found, ...]
@@ -32,13 +31,13 @@ class Plan:
 def plan_start(pool: BlockPool, request: Request) -> Plan:
     """Look everything up; changes nothing."""
     read = request.submit.read_cache
-    found = tuple(group.lookup(pool, request.salt) if read else Found([]) for group in request.groups)
-    total = sum(-(-len(group.tokens) // pool.block_size) for group in request.groups)
+    found = tuple([group.lookup(pool, request.salt) if read else Found([]) for group in request.groups])
+    total = sum([-(-len(group.tokens) // pool.block_size) for group in request.groups])
     hits = {block for each in found for block in each.blocks}
     sources = {each.source for each in found if each.num_shared} - hits
     return Plan(
         found,
-        total - sum(len(each.blocks) for each in found),
+        total - sum([len(each.blocks) for each in found]),
         num_cached(pool, hits),
         num_cached(pool, sources),
     )
@@ -46,7 +45,7 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
 
 def num_cached(pool: BlockPool, blocks: set[int]) -> int:
     """How many of them nobody holds."""
-    return sum(pool.state[block] == CACHED for block in blocks)
+    return sum([pool.state[block] == CACHED for block in blocks])
 
 
 def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:
@@ -56,7 +55,7 @@ def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:
 
 def without_copies(plan: Plan) -> Plan:
     """The plan that computes what it would copy, and so keeps no block to copy from."""
-    return replace(plan, found=tuple(Found(each.blocks) for each in plan.found), cached_sources=0)
+    return plan._replace(found=tuple(Found(each.blocks) for each in plan.found), cached_sources=0)
 
 
 def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size: int) -> int:
@@ -96,13 +95,13 @@ def why_it_never_fits(state: State, request: Request) -> str:
                 f"ask for fewer tokens, {'remove a pin, ' if pinned else ''}or start with larger pool_bytes"
             )
     if state.runners:
-        longest = max(runner.hello.max_model_len for runner in state.runners)
+        longest = max([runner.hello.max_model_len for runner in state.runners])
         if num_prompt + max_tokens > longest:
             return (
                 f"{num_prompt} prompt tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}, "
                 f"and the model takes {longest}; ask for fewer tokens"
             )
-        widest = max(runner.hello.max_num_seqs for runner in state.runners)
+        widest = max([runner.hello.max_num_seqs for runner in state.runners])
         if num_choices > widest:
             return f"{num_choices} choices are more than the {widest} sequences of a runner; ask for fewer"
     return ""
@@ -142,7 +141,7 @@ def headroom(state: State, pool: BlockPool, request: Request) -> int:
     A request that was preempted asks for a block per running sequence and preemption, so that it is not
     preempted again at once. With nothing running nobody else needs room.
     """
-    seats = sum(runner.seats for runner in state.runners)
+    seats = sum([runner.seats for runner in state.runners])
     if not seats:
         return 0
     return int(state.policy.watermark * pool.num_blocks) + seats * min(request.preemptions, MAX_BACKOFF)
@@ -239,7 +238,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
             SequenceStart(
                 sequence.choice,
                 group.output,
-                tuple(pool.ref(block) for block in sequence.table),
+                pool.refs(sequence.table),
                 sequence.num_computed,
                 sequence.pending_forks,
                 None if sequence.source is None else pool.ref(sequence.source),

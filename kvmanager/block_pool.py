@@ -12,6 +12,7 @@ keeps the queues, the index and the ledger in step, and notes the block in `chan
 its record must be written before any message that depends on it leaves.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvmanager.children import Children
@@ -108,20 +109,24 @@ class BlockPool:
     def ref(self, block: int) -> BlockRef:
         return (block, self.generation[block])
 
+    def refs(self, blocks: Iterable[int]) -> tuple[BlockRef, ...]:
+        generation = self.generation
+        return tuple([(block, generation[block]) for block in blocks])
+
     def grant(self, holder: Holder) -> int:
         """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
         not be 0.
         """
-        if self.counts[FREE]:
+        counts = self.counts
+        if counts[FREE]:
             block = self.free.pop()
+            counts[FREE] -= 1
         else:
-            assert self.may_evict, "no block may be evicted now"
-            block = (self.backed or self.cached).pop()
-            self._forget_content(block)
-            self.evictions += 1
+            block = self._evict()
         self.generation[block] += 1
         self.owner_tag[block] = holder.owner_tag
-        self._move(block, RESERVED)
+        self.state[block] = RESERVED
+        counts[RESERVED] += 1
         self.ledger.add(block, holder)
         self.changed.add(block)
         return block
@@ -140,7 +145,9 @@ class BlockPool:
         self.tokens[block] = tokens
         self.salt[block] = salt
         self.sealed_at[block] = now
-        self._move(block, SEALED)
+        self.state[block] = SEALED
+        self.counts[RESERVED] -= 1
+        self.counts[SEALED] += 1
         self.index.add(digest, block)
         key = parent_hash + salt
         if self.children.only.setdefault(key, block) != block:
@@ -188,10 +195,10 @@ class BlockPool:
         if not self.ledger.remove(block, holder):
             return
         if self.state[block] == SEALED:
-            self._move(block, CACHED)
-            if len(self.tokens[block]) < self.block_bytes and self.children.is_covered(
-                self._key(block), block
-            ):
+            self.state[block] = CACHED
+            self.counts[SEALED] -= 1
+            self.counts[CACHED] += 1
+            if len(self.tokens[block]) < self.block_bytes and self._is_covered(block):
                 self.cached.prepend(block)
             else:
                 self.cached.append(block)
@@ -251,18 +258,19 @@ class BlockPool:
         """Blocks by state."""
         return PoolStats(self.num_blocks, self.block_size, *self.counts)
 
-    def _forget_content(self, block: int) -> None:
+    def _evict(self) -> int:
+        """Forget the content of the block that is next, which is no longer counted then."""
+        assert self.may_evict, "no block may be evicted now"
+        block = (self.backed or self.cached).pop()
+        self.counts[CACHED] -= 1
+        self.evictions += 1
         self.index.remove(self.block_hash[block], block)
-        key, only = self.parent_hash[block] + self.salt[block], self.children.only
-        if only[key] == block:
-            del only[key]
-        else:
-            self.children.remove(key, block)
-        self.block_hash[block] = self.parent_hash[block] = NO_HASH
-        self.tokens[block] = self.salt[block] = b""
+        self.children.remove(self.parent_hash[block] + self.salt[block], block)
+        self.block_hash[block], self.tokens[block] = NO_HASH, b""
+        return block
 
-    def _key(self, block: int) -> bytes:
-        return self.parent_hash[block] + self.salt[block]
+    def _is_covered(self, block: int) -> bool:
+        return self.children.is_covered(self.parent_hash[block] + self.salt[block], block)
 
     def _move(self, block: int, state: int) -> None:
         counts = self.counts

@@ -87,9 +87,9 @@ class Sequence(Holder):
         while len(self.table) < num_blocks:
             self.table.append(pool.grant(self))
 
-    def advance(self, pool: BlockPool, new_token_ids: Iterable[int], num_computed: int, now: float) -> None:
+    def advance(self, pool: BlockPool, new_tokens: "array[int]", num_computed: int, now: float) -> None:
         """The runner has more tokens, and their KV up to `num_computed`: seal the blocks that are full."""
-        self.tokens.extend(new_token_ids)
+        self.tokens.extend(new_tokens)
         self.num_computed = num_computed
         self.advanced_at = now
         size, known = pool.block_size, self.announced

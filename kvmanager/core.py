@@ -177,13 +177,14 @@ class Core:
     def _report(self, now: float, runner: Runner, report: StepReport) -> None:
         pool = self.state.pool
         assert pool is not None
+        check = reports.ReportCheck(runner, pool)
         try:
-            reports.ReportCheck(runner, pool).check(report)
+            check.check(report)
         except reports.InvalidReport as fault:
             self.on_fault(f"runner {runner.hello.name!r} is fenced: {fault}")
             sessions.fence(self.state, runner, now)
         else:
-            reports.apply(self.state, runner, report, pool, now)
+            reports.apply(self.state, runner, report, check.new_tokens, pool, now)
 
     on_fault: Callable[[str], None] = staticmethod(lambda reason: None)
     """Told why a runner is fenced."""
@@ -208,7 +209,7 @@ class Core:
                 state.send(runner, directives)
         effects = state.effects
         if state.pool is not None:
-            effects.records, state.pool.changed = state.pool.changed, set()
+            effects.records, state.pool.changed = state.pool.changed, effects.records
             if state.pins.changed:
                 effects.pins, state.pins.changed = state.pins.saved(state.pool), False
         if state.tiering is not None:

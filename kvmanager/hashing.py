@@ -11,6 +11,7 @@ out, so that new fields (an adapter, say) leave the hashes of those who do not u
 import sys
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import sha256
 
 from kvmanager.protocol import Layout
@@ -30,9 +31,15 @@ def token_array(token_ids: Iterable[int]) -> "array[int]":
     return array("I", token_ids)
 
 
+@lru_cache
+def head(tag: bytes, length: int) -> bytes:
+    """What precedes a field's value."""
+    return tag + length.to_bytes(4, "little")
+
+
 def field(tag: bytes, value: bytes) -> bytes:
     """One tagged, length-prefixed field."""
-    return tag + len(value).to_bytes(4, "little") + value
+    return head(tag, len(value)) + value
 
 
 def salt_digest(cache_salt: str, tenant: str = "") -> bytes:
@@ -73,5 +80,5 @@ def root_hash(layout: Layout) -> bytes:
 
 def block_hash(parent_hash: bytes, tokens: bytes, salt: bytes) -> bytes:
     """`tokens`: the block's token ids, packed; `salt`: from `salt_digest`."""
-    data = parent_hash + b"T" + len(tokens).to_bytes(4, "little") + tokens
+    data = parent_hash + head(b"T", len(tokens)) + tokens
     return sha256(data + field(b"S", salt) if salt else data).digest()

@@ -37,7 +37,8 @@ class Ledger:
             self._holders[block] = ()
             return True
         assert holder in holders, f"{holder.describe()} does not hold block {block}"
-        self._holders[block] = tuple(other for other in holders if other is not holder)
+        place = holders.index(holder)
+        self._holders[block] = holders[:place] + holders[place + 1 :]
         return False
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:

@@ -21,17 +21,15 @@ class PrefixIndex:
         return self._primary.get(block_hash)
 
     def add(self, block_hash: bytes, block: int) -> None:
-        if block_hash in self._primary:
+        if self._primary.setdefault(block_hash, block) != block:
             self._copies.setdefault(block_hash, []).append(block)
-        else:
-            self._primary[block_hash] = block
 
     def remove(self, block_hash: bytes, block: int) -> bool:
         """Forget `block`; a copy takes a primary's place. True if the content can no longer be found."""
         copies = self._copies.get(block_hash)
         if copies is None:
-            assert self._primary[block_hash] == block, f"block {block} is not in the index under its hash"
-            del self._primary[block_hash]
+            found = self._primary.pop(block_hash)
+            assert found == block, f"block {block} is not in the index under its hash"
             return True
         if self._primary[block_hash] == block:
             self._primary[block_hash] = copies.pop(0)

@@ -14,10 +14,10 @@ def grant_credits(state: State, pool: BlockPool) -> None:
     """Give every runner the credits that it wants, as far as there are blocks."""
     for runner in state.runners:
         missing = runner.credits_wanted - len(runner.credits)
-        for _ in range(min(missing, pool.available) if missing > 0 else 0):
-            block = pool.grant(runner)
-            runner.credits.add(block)
-            runner.outbox.credits.append(pool.ref(block))
+        if missing > 0:
+            blocks = [pool.grant(runner) for _ in range(min(missing, pool.available))]
+            runner.credits.update(blocks)
+            runner.outbox.credits.extend(pool.refs(blocks))
 
 
 def relieve(state: State, pool: BlockPool, now: float) -> None:

@@ -2,11 +2,16 @@
 
 The check follows the report's order (sources read, progress, forks, ends, copies, credits taken, credits
 returned) on notes of its own; what it lets through, the second half applies without looking again.
+
+This is most of what a step costs the manager, so each item is looked at as few times as can be.
 """
+
+from array import array
 
 from kvmanager.block_pool import RESERVED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Runner
+from kvmanager.hashing import token_array
 from kvmanager.protocol import (
     MAX_CHOICES,
     BlockRef,
@@ -35,9 +40,10 @@ class InvalidReport(Exception):
 class ReportCheck:
     """One report on its way through the check."""
 
-    __slots__ = ("_born", "_ended", "_notes", "_pool", "_read", "_runner", "_sharing", "_spent")
+    __slots__ = ("_born", "_ended", "_notes", "_pool", "_read", "_runner", "_sharing", "_spent", "new_tokens")
 
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
+        self.new_tokens: list[array[int]] = []  # of each progress, then of each end
         self._runner = runner
         self._pool = pool
         self._notes: dict[Key, tuple[int, int]] = {}  # known and computed tokens so far in this report
@@ -73,7 +79,7 @@ class ReportCheck:
     def _find(self, key: Key) -> Sequence:
         """The live sequence; for one born in this report, the one that it was forked from."""
         active = self._runner.active.get(key[0])
-        sequence = active.sequences.get(key[1]) if active else None
+        sequence = active.sequences.get(key[1]) if active is not None else None
         if sequence is None:
             sequence = self._born.get(key)
         if sequence is None or key in self._ended:
@@ -93,25 +99,25 @@ class ReportCheck:
         key = (item.start_id, item.choice)
         sequence = self._find(key)
         known, before = self._notes.get(key) or (len(sequence.tokens), sequence.num_computed)
-        new = item.new_token_ids
+        try:
+            new = token_array(item.new_token_ids)
+        except OverflowError:
+            raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}") from None
+        self.new_tokens.append(new)
         known += len(new)
-        computed = item.num_computed_tokens
-        size = self._pool.block_size
-        if not before <= computed <= min(known, len(sequence.table) * size):
+        computed, table, size = item.num_computed_tokens, sequence.table, self._pool.block_size
+        if computed < before or computed > known or computed > len(table) * size:
             raise InvalidReport(
                 f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
-                f"in {len(sequence.table)} blocks"
+                f"in {len(table)} blocks"
             )
         if sequence.source is not None and computed > before and sequence not in self._read:
             raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
-        filled = sequence.table[before // size : computed // size]
-        for block in filled:
-            if key in self._sharing or self._pool.ledger.ref_count(block) != 1:
+        for block in table[before // size : computed // size]:
+            if self._pool.ledger.ref_count(block) != 1 or key in self._sharing:
                 raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
         if known > self._runner.active[item.start_id].request.max_length:
             raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
-        if new and not 0 <= min(new) <= max(new) <= MAX_TOKEN_ID:
-            raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}")
         self._notes[key] = (known, computed)
 
     def _fork(self, item: Forked) -> None:
@@ -148,21 +154,25 @@ def name(item: Progress | Ended | Copied | Taken) -> str:
     return f"sequence {item.choice} of start {item.start_id}"
 
 
-def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now: float) -> None:
-    """Apply a report that `ReportCheck` has let through."""
-    active = runner.active
+def apply(
+    state: State, runner: Runner, report: StepReport, new: "list[array[int]]", pool: BlockPool, now: float
+) -> None:
+    """Apply a report that `ReportCheck` has let through; `new` are the `new_tokens` that it has made."""
+    active, new_tokens = runner.active, iter(new)
     for start_id, choice in report.sources_read:
         active[start_id].sequences[choice].copied(pool)
     for progress in report.progress:
-        sequence = active[progress.start_id].sequences[progress.choice]
-        measure(state, active[progress.start_id], sequence, progress.num_computed_tokens, now)
-        sequence.advance(pool, progress.new_token_ids, progress.num_computed_tokens, now)
+        of = active[progress.start_id]
+        sequence = of.sequences[progress.choice]
+        if of.started_at is not None:
+            measure(state, of, sequence, progress.num_computed_tokens, now)
+        sequence.advance(pool, next(new_tokens), progress.num_computed_tokens, now)
         if sequence.num_settled < len(sequence.announced) and state.in_flight.settle(sequence):
             state.admission_due = True
     for forked in report.forked:
         fork(runner, active[forked.start_id], forked, pool)
     for ended in report.ended:
-        end(state, active[ended.start_id], ended, pool, now)
+        end(state, active[ended.start_id], ended, next(new_tokens), pool, now)
     for copied in report.copied:
         sequence = active[copied.start_id].sequences[copied.choice]
         replace_entry(runner, sequence, copied, pool)
@@ -183,9 +193,9 @@ def apply(state: State, runner: Runner, report: StepReport, pool: BlockPool, now
 
 def measure(state: State, active: ActiveStart, sequence: Sequence, num_computed: int, now: float) -> None:
     """The first report on a start tells how fast given tokens are computed here, the wait for it included."""
-    if state.tiering is None or active.started_at is None:
+    if active.started_at is None:
         return
-    if sequence.num_computed < num_computed <= len(sequence.tokens):
+    if state.tiering is not None and sequence.num_computed < num_computed <= len(sequence.tokens):
         state.tiering.tier.computing.add(num_computed - sequence.num_computed, now - active.started_at, now)
     active.started_at = None
 
@@ -210,26 +220,30 @@ def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockP
     pool.release(shared, sequence)
 
 
-def end(state: State, active: ActiveStart, item: Ended, pool: BlockPool, now: float) -> None:
+def end(
+    state: State, active: ActiveStart, item: Ended, new: "array[int]", pool: BlockPool, now: float
+) -> None:
     """Take one sequence's blocks back; with the last one, the start is over."""
     sequence = active.sequences.pop(item.choice)
     measure(state, active, sequence, item.num_computed_tokens, now)
-    sequence.advance(pool, item.new_token_ids, item.num_computed_tokens, now)
+    sequence.advance(pool, new, item.num_computed_tokens, now)
     state.in_flight.withdraw(sequence)
     if item.reason != "dropped":
         sequence.seal_tail(pool, now)
     choices = (sequence.choice, *sequence.pending_forks)
-    active.runner.seats -= len(choices)
-    output = tuple(sequence.tokens[len(active.request.prompt) :])
-    submit, runner = active.request.submit, active.runner
-    if item.reason == "preempted" and submit.sampling.beam is not None:
-        active.resume = list(submit.choices)  # a search starts over
-        active.request.computed = {0: len(active.request.prompt)}
-    elif item.reason == "preempted" and len(output) < submit.sampling.max_tokens:
+    request, runner = active.request, active.runner
+    runner.seats -= len(choices)
+    if item.reason == "preempted" and request.submit.sampling.beam is not None:
+        active.resume = list(request.submit.choices)  # a search starts over
+        request.computed = {0: len(request.prompt)}
+    elif item.reason == "preempted" and len(sequence.tokens) < request.max_length:
+        output = tuple(sequence.tokens[len(request.prompt) :])
         active.resume.extend(Choice(choice, output) for choice in choices)
-        active.request.computed[sequence.choice] = sequence.num_computed
+        request.computed[sequence.choice] = sequence.num_computed
     elif item.reason != "dropped":
-        runner.finished.append((active.request.frontend.client_id, submit.request_id, submit.attempt))
+        runner.finished.append(
+            (request.frontend.client_id, request.submit.request_id, request.submit.attempt)
+        )
     sequence.release(pool)
     if not active.sequences:
         finish(state, active)
@@ -242,10 +256,10 @@ def finish(state: State, active: ActiveStart) -> None:
     request.active = None
     if request.state is RequestState.GONE:
         return
-    request.groups = request.group(tuple(active.resume)) + request.later
-    request.later = []
-    if not request.groups:
+    if not active.resume and not request.later:
         state.forget(request)
         return
+    request.groups = request.group(tuple(active.resume)) + request.later
+    request.later = []
     request.state = RequestState.WAITING
     state.waiting.add(request)

@@ -126,7 +126,7 @@ class Request:
     @property
     def num_choices(self) -> int:
         """Choices that a start of it runs."""
-        return sum(len(group.choices) for group in self.groups)
+        return sum([len(group.choices) for group in self.groups])
 
     def group(self, choices: tuple[Choice, ...]) -> list[Group]:
         by_output: dict[tuple[int, ...], list[int]] = {}

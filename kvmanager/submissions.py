@@ -95,11 +95,11 @@ def find_fault(message: Submit) -> str:
         return fault
     if not 1 <= len(message.prompt_token_ids) <= MAX_PROMPT_TOKENS:
         return f"the prompt has {len(message.prompt_token_ids)} tokens, want 1 to {MAX_PROMPT_TOKENS}"
-    if not 1 <= len(indices) <= MAX_CHOICES or sorted(set(indices)) != sorted(indices):
+    if not 1 <= len(indices) <= MAX_CHOICES or len(set(indices)) != len(indices):
         return f"{len(indices)} choices, want 1 to {MAX_CHOICES} with different indices"
     if min(indices) < 0 or max(indices) >= MAX_CHOICES:
         return f"choice indices are {min(indices)} to {max(indices)}, want 0 to {MAX_CHOICES - 1}"
-    if max_tokens < 1 or any(len(choice.output_token_ids) >= max_tokens for choice in message.choices):
+    if max_tokens < 1 or max([len(choice.output_token_ids) for choice in message.choices]) >= max_tokens:
         return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
     if (beam := message.sampling.beam) is not None and (
         not 1 <= beam.width <= MAX_BEAMS
