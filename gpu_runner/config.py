@@ -54,7 +54,10 @@ class RunnerConfig:
         maximum=86400.0,
     )
     drain_seconds: float = setting(
-        30.0, "how long running requests may take to finish after SIGTERM", unit="seconds", minimum=0.0
+        30.0,
+        "how long it may take to hand running requests back to the manager after SIGTERM",
+        unit="seconds",
+        minimum=0.0,
     )
     frontend_seconds: float = setting(
         30.0, "how long tokens are kept for a frontend that takes none", unit="seconds", minimum=0.1

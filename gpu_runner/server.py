@@ -64,12 +64,13 @@ class Server:
         self._fenced = False
         self._draining = False
         self._drain_until: float | None = None  # once the manager was told
+        self._dismissed = False  # by the manager: it has all back
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._limits, self._engine.eos_token_ids)
 
     def drain(self) -> None:
-        """Finish what runs, for `drain_seconds` at most, then let `run` return. From any thread or signal."""
+        """Hand over what runs, within `drain_seconds`, then let `run` return. From any thread or signal."""
         self._draining = True
         try:
             os.write(self._wake_write, b"\0")
@@ -143,7 +144,7 @@ class Server:
             return
         if self._draining and self._drain_until is None:
             self._begin_drain()
-        plan = self._scheduler.schedule()
+        plan = None if self._draining else self._scheduler.schedule()
         if (report := self._scheduler.report()) is not None:
             self._client.send(report)
         if plan is None:
@@ -165,6 +166,7 @@ class Server:
                     self._sender.prepare(start.token_endpoint)
                 if refused := self._scheduler.handle(message):
                     self._sender.send(refused)
+                self._dismissed |= message.dismissed
 
     @property
     def _running(self) -> int:
@@ -184,25 +186,30 @@ class Server:
     # --- the end --------------------------------------------------------------------------------------------
 
     def _begin_drain(self) -> None:
+        """Nothing is computed from here on. Tokens leave first: those of the next runner follow them."""
         self._drain_until = time.monotonic() + self._config.drain_seconds
+        self._push_out()
         self._client.send(Draining())
         log.info("draining %s", _pairs(running=self._running, drain_seconds=self._config.drain_seconds))
 
     def _drained(self) -> bool:
-        """True once this runner may stop: nothing runs, or the time for it is over, or it has no session."""
+        """True once this runner may stop: the manager has all back, or the time for it is over, or it has no
+        session.
+        """
         if not self._draining:
             return False
-        if self._client.session is None:
+        if self._client.session is None or self._dismissed:
             return True
-        if self._drain_until is None:
-            return False
-        return not self._running or time.monotonic() >= self._drain_until
+        return self._drain_until is not None and time.monotonic() >= self._drain_until
 
-    def _close(self) -> None:
-        """Give frontends a last chance to take their tokens, then let go of everything."""
+    def _push_out(self) -> None:
+        """Give frontends the tokens that wait for them, for LAST_PUSH_WAIT at most."""
         until = time.monotonic() + LAST_PUSH_WAIT
         while not self._sender.flush() and (left := until - time.monotonic()) > 0:
             self._wait(min(left, IDLE_WAIT))
+
+    def _close(self) -> None:
+        self._push_out()
         log.info("ended %s", _pairs(left_running=self._running, steps=self._scheduler.statistics().steps))
         self._sender.close()
         self._client.close()

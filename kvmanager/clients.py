@@ -41,6 +41,7 @@ class Runner(Holder):
         "client_id",
         "credits",
         "credits_wanted",
+        "dismissed",
         "draining",
         "finished",
         "hello",
@@ -59,6 +60,7 @@ class Runner(Holder):
         self.touched = False
         self.ready = False
         self.draining = False
+        self.dismissed = False  # was told that it may end
         self.active: dict[int, ActiveStart] = {}  # by start_id
         self.seats = 0  # sequences, and those that they will fork
         self.finished: deque[tuple[int, str, int]] = deque(maxlen=MAX_FINISHED)
@@ -74,6 +76,11 @@ class Runner(Holder):
     def describe(self) -> str:
         return f"credits of runner {self.hello.name!r} (client {self.client_id})"
 
+    def dismiss(self) -> None:
+        """Tell it, once, that it may end, when it has handed back all that it had."""
+        if not (self.dismissed or self.active or self.credits):
+            self.dismissed = self.outbox.dismissed = True
+
     def free_seats(self) -> int:
         """Sequences that may be started on it now."""
         return self.hello.max_num_seqs - self.seats if self.ready and not self.draining else 0
@@ -82,20 +89,25 @@ class Runner(Holder):
 class Outbox:
     """What the runner is to be told when the current event has been handled: one message."""
 
-    __slots__ = ("cancels", "credits", "preempts", "starts")
+    __slots__ = ("cancels", "credits", "dismissed", "preempts", "starts")
 
     def __init__(self) -> None:
         self.starts: list[Start] = []
         self.cancels: list[int] = []
         self.preempts: list[int] = []
         self.credits: list[BlockRef] = []
+        self.dismissed = False
 
     def take(self) -> Directives | None:
         """All of it as one message, or None if there is nothing."""
-        if not (self.starts or self.cancels or self.preempts or self.credits):
+        if not (self.starts or self.cancels or self.preempts or self.credits or self.dismissed):
             return None
         directives = Directives(
-            tuple(self.starts), tuple(self.cancels), tuple(self.preempts), tuple(self.credits)
+            tuple(self.starts),
+            tuple(self.cancels),
+            tuple(self.preempts),
+            tuple(self.credits),
+            self.dismissed,
         )
         self.__init__()  # type: ignore[misc]
         return directives

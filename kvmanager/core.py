@@ -162,7 +162,7 @@ class Core:
                 client.ready = True
                 state.admission_due = True
             case Runner(), Draining():
-                client.draining = True
+                pressure.hand_over(state, client)
             case _:
                 self.count_dropped()
 
@@ -204,6 +204,8 @@ class Core:
     def _effects(self) -> Effects:
         state = self.state
         for runner in state.runners:
+            if runner.draining:
+                runner.dismiss()
             directives = runner.outbox.take()
             if directives is not None:
                 state.send(runner, directives)

@@ -87,9 +87,23 @@ def seats_for(runner: Runner, request: Request, yielding: list[ActiveStart]) -> 
 
 
 def preempt(state: State, active: ActiveStart) -> None:
-    """Tell the runner to stop this request; its blocks come back when it acknowledges."""
+    """Make this request give way."""
+    stop(state, active)
+    active.request.preemptions += 1
+    state.counters.preemptions += 1
+
+
+def hand_over(state: State, runner: Runner) -> None:
+    """The runner is about to end: what it runs goes on elsewhere, each request in its old place."""
+    runner.draining = True
+    runner.credits_wanted = 0
+    for active in runner.active.values():
+        if active.state is StartState.RUNNING:
+            stop(state, active)
+
+
+def stop(state: State, active: ActiveStart) -> None:
+    """Tell the runner to stop this request, which waits then; its blocks come back when it acknowledges."""
     active.state = StartState.PREEMPTING
     state.withdraw(active)
     active.runner.outbox.preempts.append(active.start_id)
-    active.request.preemptions += 1
-    state.counters.preemptions += 1

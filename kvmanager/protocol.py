@@ -254,7 +254,7 @@ class Ready(Message, frozen=True, tag=True):
 
 
 class Draining(Message, frozen=True, tag=True):
-    """No new starts, please; the process is about to end."""
+    """The process is about to end: no new starts, please, and what runs is to be preempted, for another."""
 
 
 # --- manager → runner ---------------------------------------------------------------------------------------
@@ -298,6 +298,7 @@ class Directives(Message, frozen=True, tag=True):
     cancels: tuple[int, ...] = ()  # start_ids
     preempts: tuple[int, ...] = ()  # start_ids
     credits: tuple[BlockRef, ...] = ()
+    dismissed: bool = False  # the answer to Draining, once nothing of the runner's is left here: it may end
 
 
 # --- unions and codecs --------------------------------------------------------------------------------------

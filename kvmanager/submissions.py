@@ -39,7 +39,7 @@ def submit(state: State, frontend: Frontend, message: Submit, now: float) -> Non
     attempt, counted = state.gone.get((frontend.client_id, message.request_id), (-1, False))
     if known is not None:
         attempt, counted = known.submit.attempt, known.counted
-    if message.attempt > attempt:
+    if message.attempt > attempt or message.attempt < 0:
         try:
             request = accept(state, frontend, message, now)
         except Refusal as refusal:

@@ -133,9 +133,12 @@ class Supervision:
         if self.stopping:
             watched.phase = Phase.GONE
             return self._next_stage(now)
+        watched.phase = Phase.WAITING
+        if code == 0:  # somebody asked it to end, to have a new one
+            watched.failures, watched.due = 0, now + self.policy.first_delay
+            return [Tell(name, f"has ended; starting another in {self.policy.first_delay:g} s")]
         quick = now - watched.started_at < self.policy.healthy_after
         watched.failures = watched.failures + 1 if quick else 1
-        watched.phase = Phase.WAITING
         if code == CONFIGURATION_ERROR:
             return self._give_up(name, CONFIGURATION_ERROR, f"{_how(code)}: its settings cannot work", now)
         if watched.failures > self.policy.quick_failures:

@@ -142,7 +142,8 @@ def run(directory: Path) -> Iterator[Callable[..., Runner]]:
     runners: list[Runner] = []
 
     def start(engine: FakeEngine | None = None, **more: Any) -> Runner:
-        config = RunnerConfig(pool_directory=str(directory), name="r", **more)
+        settings = {"drain_seconds": 0.0, **more}
+        config = RunnerConfig(pool_directory=str(directory), name="r", **settings)
         runners.append(Runner(config, engine or FakeEngine()))
         return runners[-1]
 
@@ -191,7 +192,7 @@ def expected(max_tokens: int = 6) -> list[int]:
 def test_a_request_over_sockets(
     manager: ManagerSocket, run: Callable[..., Runner], frontend: "zmq.Socket[bytes]", directory: Path
 ) -> None:
-    runner = run()
+    runner = run(drain_seconds=30.0)
     hello = manager.welcome()
     assert (hello.name, hello.lock, hello.max_num_seqs, hello.max_model_len) == ("r", "r", 64, 48)
     manager.send(Directives(starts=(start_of(endpoint_of(directory)),)))
@@ -204,6 +205,7 @@ def test_a_request_over_sockets(
     assert manager.reports[-1].ended[0].reason == "finished"
     runner.server.drain()
     manager.receive(Draining)
+    manager.send(Directives(dismissed=True))
     runner.join()
     assert runner.error is None
     HeldLock(lock_path(directory, "r")).release()
@@ -267,21 +269,33 @@ def test_a_frontend_that_is_not_there_stops_nobody(
     assert sorted(ended) == [1, 2]
 
 
-def test_draining_lets_running_requests_finish(
+def test_draining_hands_over_what_runs_after_its_tokens_have_left(
     manager: ManagerSocket, run: Callable[..., Runner], frontend: "zmq.Socket[bytes]", directory: Path
 ) -> None:
     engine = GatedEngine()
-    runner = run(engine)
+    runner = run(engine, drain_seconds=30.0)
     manager.welcome()
     manager.send(Directives(starts=(start_of(endpoint_of(directory), 1, 4),)))
     assert engine.began.acquire(timeout=WAIT_MS / 1000)
     runner.server.drain()
-    engine.gate.release()
+    engine.gate.release()  # the step under way; there is no other
     manager.receive(Draining)
-    for _ in range(3):
-        engine.gate.release()
-    assert tokens(outputs(frontend)) == expected(4)
+    assert frontend.poll(WAIT_MS)
+    assert tokens(list(decode_token_batch(frontend.recv()).events)) == expected(4)[:1]
+    manager.send(Directives(starts=(start_of(endpoint_of(directory), 2, 4),), preempts=(1, 2)))
+    while not manager.receive(StepReport).ended:
+        continue
+    first, second = manager.reports[-1].ended
+    assert (first.reason, first.new_token_ids, first.num_computed_tokens) == (
+        "preempted",
+        (expected(4)[0],),
+        5,
+    )
+    assert (second.reason, second.new_token_ids, second.num_computed_tokens) == ("preempted", (), 0)
+    assert runner.thread.is_alive()  # it waits until the manager has it all
+    manager.send(Directives(dismissed=True))
     runner.join()
+    assert runner.error is None
 
 
 def test_draining_ends_after_its_time_with_requests_left(

@@ -7,6 +7,7 @@ from kvmanager.protocol import (
     Accepted,
     Choice,
     Copied,
+    Directives,
     Draining,
     Ended,
     Forked,
@@ -222,6 +223,42 @@ def test_starts_go_to_the_least_loaded_runner_that_is_ready_and_not_draining() -
     scene.send(two, Draining())
     scene.send(frontend, submission("f", [1]))
     assert len(scene.core.state.waiting) == 1
+
+
+def test_a_draining_runners_requests_go_on_elsewhere_in_their_order_and_nothing_is_computed_again() -> None:
+    scene = Scene()
+    one, frontend = scene.runner("one"), scene.frontend()
+    starts = [scene.submit(frontend, one, submission(name, [ord(name)] * 6))[0] for name in "ab"]
+    for start in starts:
+        scene.send(one, StepReport(progress=(Progress(start.start_id, 0, (), 6),), credits_wanted=2))
+    credits = tuple(scene.credits(one))
+    two = scene.runner("two")
+    scene.send(one, Draining())
+    (directives,) = scene.received(one)
+    assert directives.preempts == tuple(start.start_id for start in starts)
+    assert not directives.dismissed
+    scene.received(two)
+    for start in reversed(starts):  # in whatever order it ends them
+        scene.end(one, start, 6, "preempted", (5,))
+        assert not scene.received(one)
+    scene.send(one, StepReport(returned=credits))
+    (directives,) = scene.received(one)
+    assert directives == Directives(dismissed=True)
+    again = [start for message in scene.received(two) for start in message.starts]
+    assert {start.request_id for start in again} == {"a", "b"}
+    for start in again:
+        (sequence,) = start.sequences
+        assert (sequence.output_token_ids, sequence.num_cached_tokens) == ((5,), 6)
+    assert scene.core.state.counters.preemptions == 0
+    scene.send(one, Draining())
+    assert not scene.received(one)
+
+
+def test_an_idle_runner_that_drains_may_end_at_once() -> None:
+    scene = Scene()
+    runner = scene.runner()
+    scene.send(runner, Draining())
+    assert scene.received(runner) == [Directives(dismissed=True)]
 
 
 def test_credits_are_granted_taken_and_returned() -> None:

@@ -37,6 +37,15 @@ def test_a_dead_child_is_started_again_after_a_delay() -> None:
     assert supervision.deadline is None
 
 
+def test_a_child_that_was_asked_to_end_has_a_successor_at_once_however_often() -> None:
+    supervision, now = begun(), 0.0
+    for _ in range(3 * POLICY.quick_failures):
+        assert acts(supervision.exited("runner", 0, now)) == []
+        now += POLICY.first_delay
+        assert supervision.deadline == now
+        assert supervision.tick(now) == [Start("runner")]
+
+
 def test_delays_double_to_a_limit_and_a_healthy_life_resets_them() -> None:
     policy = Policy(first_delay=1.0, longest_delay=4.0, healthy_after=10.0, quick_failures=9)
     supervision = Supervision(CHILDREN, policy)

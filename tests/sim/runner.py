@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 EOS_TOKEN_IDS: Final = frozenset({EOS})
 FRONTEND_SECONDS: Final = 30.0
 NO_BLOCK: Final = (0, 1 << 40)  # in a generation that never comes
+IMPATIENCE: Final = 0.003  # per turn: how likely a draining runner's time is over
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Runner(Process):
         self._refused_since: dict[str, float] = {}  # seconds
         self.plan: StepPlan | None = None
         self.draining = False
-        self.told = False  # the manager knows that it is draining
+        self.told = False  # the manager was told that it is draining
+        self.dismissed = False  # and has all back
         self._begin()
 
     def _begin(self) -> None:
@@ -60,7 +62,7 @@ class Runner(Process):
         )
         self.scheduler = Scheduler(limits, EOS_TOKEN_IDS)
         self.plan = None
-        self.told = False
+        self.told = self.dismissed = False
         self.rests = False
 
     @property
@@ -70,6 +72,9 @@ class Runner(Process):
         return self.rests and not unsent and not self.scheduler.statistics().credits
 
     def turn(self) -> None:
+        if self.draining and self._may_exit():
+            self.world.exit(self)
+            return
         if self.session.session is None:
             self._await_session()
         elif self.plan is not None:
@@ -95,17 +100,23 @@ class Runner(Process):
             if isinstance(message, Directives):
                 self.world.check_starts(message)
                 self.scheduler.handle(message)
+                self.dismissed |= message.dismissed
         self.probe()
         if self.draining and not self.told:
             self.told = True
             self.send(Draining())
-        self.plan = self.scheduler.schedule()
+        self.plan = None if self.draining else self.scheduler.schedule()
         self.rests = self.plan is None
         if (report := self.scheduler.report()) is not None:
             self.rests = False
             self.send(report)
-        if self.plan is None and self.told and not self.scheduler.statistics().sequences:
-            self.world.exit(self)
+
+    def _may_exit(self) -> bool:
+        """As the server has it: all is handed back, or there is no session, or the time for it is over."""
+        if self.dismissed:
+            self.world.statistics["handed over"] += 1
+            return True
+        return self.session.session is None or (self.told and self.world.random.random() < IMPATIENCE)
 
     def _compute(self) -> None:
         plan, self.plan = self.plan, None

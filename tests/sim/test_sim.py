@@ -28,7 +28,7 @@ TIMEOUT = 300 + MESSAGES // 200  # seconds; many times what it takes
 
 MET = (
     *("finished", "preemptions", "hit tokens", "evictions", "fenced", "refused", "stalls", "breaks"),
-    *("copied tails", "prefix waits", "recomputed tokens", "demotions", "promotions"),
+    *("handed over", "copied tails", "prefix waits", "recomputed tokens", "demotions", "promotions"),
 )
 KILLS = ("manager kills", "runner kills", "frontend kills")
 MESSAGES_PER_KILL = 150  # at most, for each kind: 2,000 kills in 300,000 messages

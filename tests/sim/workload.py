@@ -19,8 +19,8 @@ FAULTS: Final = (
     *("frontend",) * 2,
     *("stall",) * 2,
     *("break",) * 2,
+    *("drain",) * 3,
     "report",
-    "drain",
 )
 """What may go wrong, each as often as it is here. A nap submits everything again, which hides much."""
 MIN_SEATS: Final = 4  # the smallest runner takes the widest request
