@@ -38,7 +38,7 @@ class Eviction(Message, frozen=True):
     """The end of a cached block. `request_id` is empty where no request needed the room."""
 
     seconds_ago: float
-    cause: Literal["capacity", "evict", "clear", "other_layout"]
+    cause: Literal["capacity", "evict", "clear", "damaged", "other_layout"]
     request_id: str = ""
 
 
@@ -138,6 +138,7 @@ class BlocksPage(Message, frozen=True, tag=True):
     tokens: tuple[bytes, ...] = ()  # packed, 4 bytes each, little-endian
     salts: tuple[bytes, ...] = ()
     hits: tuple[int, ...] = ()  # times that a request reused it
+    root: bytes = b""  # the parent of every first block
 
 
 FLAG_PINNED = 1

@@ -1,0 +1,119 @@
+"""What the whole cache holds, put together from the manager's pages, exact at one event's number.
+
+The pages of one collection are of different moments. The events since the first page bring what they say up
+to the last one's: for each content its last event decides, and content without an event was there all the
+time. One collection serves all who ask while it runs and shortly after.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from kvmanager.errors import PagekeeperError
+from kvmanager.protocol import MAX_PAGE, At, BlocksPage, BlocksQuery, CacheEvent, EventsPage, EventsQuery
+from services.backend import Backend
+from services.errors import from_pagekeeper
+from services.kv_ask import RETRY_AFTER, ask
+from services.kv_contents import Contents
+from services.kv_tree import Tree
+
+FRESH: Final = 2.0  # seconds that a collection is used again
+MAX_ATTEMPTS: Final = 4
+MAX_OWNERS: Final = 64  # tenants whose collections are kept at once
+
+
+@dataclass(slots=True)
+class Collection:
+    """All that one owner may see: `contents` at the moment `at`."""
+
+    at: At
+    contents: Contents
+    made: float  # monotonic seconds
+    tree: Tree | None = None  # made when it is asked for
+
+
+class Gap(Exception):
+    """The events between two pages are gone, or the manager is another."""
+
+
+class Collector:
+    """Collects, at most once at a time for each owner ("" is an admin)."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._running: dict[str, asyncio.Task[Collection]] = {}
+        self._last: dict[str, Collection] = {}
+        self.turn = asyncio.Lock()  # of those who work on a collection in a thread: one at a time
+
+    async def collect(self, owner: str, oldest: float = FRESH) -> Collection:
+        """Not older than `oldest` seconds. Raises ApiError 503."""
+        last = self._last.get(owner)
+        if last is not None and time.monotonic() - last.made <= oldest:
+            return last
+        task = self._running.get(owner)
+        if task is None:
+            task = self._running[owner] = asyncio.create_task(self._collect(owner))
+            task.add_done_callback(lambda done: self._done(owner, done))
+        return await asyncio.shield(task)
+
+    def _done(self, owner: str, task: "asyncio.Task[Collection]") -> None:
+        del self._running[owner]
+        if not task.cancelled() and task.exception() is None:
+            self._last[owner] = task.result()
+            if len(self._last) > MAX_OWNERS:
+                del self._last[next(iter(self._last))]
+            asyncio.get_running_loop().call_later(FRESH, self._forget, owner)
+
+    def _forget(self, owner: str) -> None:
+        """What nobody asks for any more is not kept."""
+        last = self._last.get(owner)
+        if last is not None and time.monotonic() - last.made >= FRESH:
+            del self._last[owner]
+
+    async def _collect(self, owner: str) -> Collection:
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                return await self._attempt(owner)
+            except Gap:
+                continue
+        message = f"the cache changed faster than it could be read, {MAX_ATTEMPTS} times; try again"
+        raise from_pagekeeper(PagekeeperError("not_ready", message, RETRY_AFTER))
+
+    async def _attempt(self, owner: str) -> Collection:
+        pages: list[BlocksPage] = []
+        first, end = 0, 1
+        while first < end:
+            query = partial(BlocksQuery, first=first, limit=MAX_PAGE, content=True, tenant=owner)
+            page = await ask(self._backend, query, BlocksPage)
+            if pages and page.at.boot_id != pages[0].at.boot_id:
+                raise Gap
+            pages.append(page)
+            first, end = first + max(1, len(page.states)), page.num_blocks
+        events, at = await self._events(owner, pages)
+        return await asyncio.to_thread(merge, pages, events, at)
+
+    async def _events(self, owner: str, pages: list[BlocksPage]) -> tuple[list[CacheEvent], At]:
+        """Those since the first page, and where they end."""
+        at, end = pages[0].at, pages[-1].at
+        found: list[CacheEvent] = []
+        while at.sequence < end.sequence:
+            query = partial(EventsQuery, boot_id=at.boot_id, after=at.sequence, tenant=owner)
+            page = await ask(self._backend, query, EventsPage)
+            if page.gap or page.at.boot_id != at.boot_id or page.at.sequence <= at.sequence:
+                raise Gap
+            found += page.events
+            at = page.at
+        return found, at
+
+
+def merge(pages: list[BlocksPage], events: list[CacheEvent], at: At) -> Collection:
+    """What is there after the last event. Runs beside the event loop."""
+    head = pages[0]
+    contents = Contents(head.num_blocks, head.block_size, head.block_bytes, head.root)
+    for page in pages:
+        contents.add(page)
+    for event in events:
+        contents.apply(event)
+    return Collection(at, contents, time.monotonic())

@@ -1,0 +1,314 @@
+"""GET /kv/stats, /kv/requests, /kv/requests/{id}, /kv/holders and /kv/audit: figures, and who holds what."""
+
+import asyncio
+import time
+from functools import partial
+from typing import Final
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvmanager.protocol import (
+    MAX_ID_CHARS,
+    MAX_PAGE,
+    AuditPage,
+    AuditQuery,
+    BlocksPage,
+    BlocksQuery,
+    HoldersAnswer,
+    HoldersQuery,
+    Lookup,
+    PinsAnswer,
+    PinsQuery,
+    ProcessInfo,
+    RequestInfo,
+    RequestsPage,
+    RequestsQuery,
+    RunnerStats,
+    SequenceInfo,
+    Stats,
+    StatsQuery,
+)
+from services import kv_answers
+from services.auth import admin, observer
+from services.context import Context
+from services.errors import ApiError
+from services.kv_ask import Parameters, ask, holder_card, ref, reply
+
+REQUEST_STATES: Final = (
+    "",
+    "waiting",
+    "waiting_for_prefix",
+    "waiting_for_tier",
+    "running",
+    "preempting",
+    "cancelling",
+    "ended",
+)
+RUNNING: Final = frozenset({"running", "preempting", "cancelling"})
+MAX_CURSOR_CHARS: Final = 256
+MAX_PAGES: Final = 8  # of the manager's, for one of ours
+MAX_FAULTS: Final = 1000
+AUDIT_SECONDS: Final = 30.0
+AUDITED_BLOCKS: Final = 512  # at once
+
+
+class StateRoutes:
+    """The five."""
+
+    def __init__(self, context: Context) -> None:
+        self._backend = context.backend
+        self._config = context.config
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/kv/stats", self.stats),
+            Route("/kv/requests", self.requests),
+            Route("/kv/requests/{id}", self.request),
+            Route("/kv/holders", self.holders),
+            Route("/kv/audit", self.audit),
+        ]
+
+    async def stats(self, request: Request) -> Response:
+        tenant = observer(request, self._config).tenant
+        Parameters(request, ())
+        stats, pins, page, holders = await asyncio.gather(
+            ask(self._backend, StatsQuery, Stats),
+            ask(self._backend, lambda number: PinsQuery(number, tenant), PinsAnswer),
+            ask(self._backend, lambda number: BlocksQuery(number, 0, 1, tenant=tenant), BlocksPage),
+            ask(self._backend, lambda number: HoldersQuery(number, tenant), HoldersAnswer),
+        )
+        if tenant:
+            return reply(tenants_stats(stats, pins, page, await self._all_requests(tenant)))
+        stuck = {process.client_id for process in holders.processes if process.stuck}
+        return reply(all_stats(stats, pins, page, stuck))
+
+    async def requests(self, request: Request) -> Response:
+        tenant = observer(request, self._config).tenant
+        given = Parameters(request, ("state", "cursor", "limit"))
+        state = given.choice("state", REQUEST_STATES)
+        cursor = given.text("cursor", MAX_CURSOR_CHARS)
+        limit = given.number("limit", 256, 1, MAX_PAGE)
+        for _ in range(MAX_PAGES):
+            page = await self._requests_page(tenant, cursor, limit)
+            cursor = page.next_cursor
+            found = [request_card(info) for info in page.requests if state in ("", info.state)]
+            if found or not cursor:
+                break
+        return reply(
+            kv_answers.RequestsAnswer(
+                boot_id=page.at.boot_id,
+                sequence=page.at.sequence,
+                requests=found,
+                next_cursor=cursor or None,
+            )
+        )
+
+    async def request(self, request: Request) -> Response:
+        """By its own id, or by that of the response: then its first prompt."""
+        tenant = observer(request, self._config).tenant
+        Parameters(request, ())
+        name: str = request.path_params["id"]
+        for request_id in (name, f"{name}-0"):
+            if len(request_id) > MAX_ID_CHARS:
+                continue
+            query = partial(RequestsQuery, request_id=request_id, tenant=tenant)
+            page = await ask(self._backend, query, RequestsPage)
+            if page.requests:
+                at, card = page.at, request_card(page.requests[0])
+                return reply(kv_answers.RequestAnswer(boot_id=at.boot_id, sequence=at.sequence, request=card))
+        message = f"no request {name[:MAX_ID_CHARS]!r} is live, or has ended lately"
+        raise ApiError(404, message, param="id", code="not_found")
+
+    async def holders(self, request: Request) -> Response:
+        tenant = observer(request, self._config).tenant
+        Parameters(request, ())
+        found = await ask(self._backend, lambda number: HoldersQuery(number, tenant), HoldersAnswer)
+        processes = [] if tenant else [process_card(process) for process in found.processes]
+        return reply(
+            kv_answers.HoldersAnswer(
+                boot_id=found.at.boot_id,
+                sequence=found.at.sequence,
+                processes=processes,
+                holders=[holder_card(holder) for holder in found.holders],
+                num_holders=found.num_holders,
+            )
+        )
+
+    async def audit(self, request: Request) -> Response:
+        """In pages, so that nobody waits for it; each page is right for its own moment."""
+        admin(request, self._config)
+        Parameters(request, ())
+        started, checked = time.monotonic(), 0
+        faults: list[str] = []
+        while True:
+            query = partial(AuditQuery, first=checked, limit=AUDITED_BLOCKS)
+            page = await ask(self._backend, query, AuditPage)
+            checked += page.checked
+            faults += page.faults
+            seconds = time.monotonic() - started
+            if not page.checked or checked >= page.num_blocks or seconds > AUDIT_SECONDS:
+                break
+        return reply(
+            kv_answers.AuditAnswer(
+                boot_id=page.at.boot_id,
+                sequence=page.at.sequence,
+                ok=not faults and checked >= page.num_blocks,
+                checked=checked,
+                num_blocks=page.num_blocks,
+                faults=list(dict.fromkeys(faults))[:MAX_FAULTS],
+                seconds=round(seconds, 3),
+            )
+        )
+
+    async def _requests_page(self, tenant: str, cursor: str, limit: int) -> RequestsPage:
+        return await ask(
+            self._backend,
+            lambda number: RequestsQuery(number, tenant=tenant, cursor=cursor, limit=limit),
+            RequestsPage,
+        )
+
+    async def _all_requests(self, tenant: str) -> list[RequestInfo]:
+        """A tenant's, as far as MAX_PAGES go."""
+        found: list[RequestInfo] = []
+        cursor = ""
+        for _ in range(MAX_PAGES):
+            page = await self._requests_page(tenant, cursor, MAX_PAGE)
+            found += page.requests
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return found
+
+
+def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck: set[int]) -> kv_answers.StatsAnswer:
+    """For an admin. `stuck`: client ids of runners."""
+    queries, hits, pool = stats.prefix_cache_queries, stats.prefix_cache_hits, stats.pool
+    used = (pool.reserved + pool.sealed) * pool.block_size
+    card = pool_card(stats, page)
+    card.used_tokens, card.waste = stats.used_tokens, round(1 - stats.used_tokens / used, 4) if used else 0.0
+    return kv_answers.StatsAnswer(
+        boot_id=stats.at.boot_id,
+        sequence=stats.at.sequence,
+        pool=card,
+        requests=kv_answers.RequestsCard(
+            stats.running, stats.waiting, stats.preemptions, stats.recomputed_tokens, stats.rejected
+        ),
+        pins=kv_answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
+        cache=kv_answers.CacheCard(
+            queries, hits, round(hits / queries, 4) if queries else None, stats.evictions, stats.prefix_waits
+        ),
+        tier=kv_answers.TierCard(
+            stats.tier.num_slots,
+            stats.tier.blocks,
+            stats.tier.bytes,
+            stats.tier.demotions,
+            stats.tier.promotions,
+            stats.tier.failures,
+        ),
+        runners=[runner_card(runner, runner.client_id in stuck) for runner in stats.runners],
+        dropped_messages=stats.dropped_messages,
+    )
+
+
+def tenants_stats(
+    stats: Stats, pins: PinsAnswer, page: BlocksPage, own: list[RequestInfo]
+) -> kv_answers.StatsAnswer:
+    """For a tenant: the pool's totals, and its own counts."""
+    running = sum(info.state in RUNNING for info in own)
+    ended = sum(info.state == "ended" for info in own)
+    return kv_answers.StatsAnswer(
+        boot_id=stats.at.boot_id,
+        sequence=stats.at.sequence,
+        pool=pool_card(stats, page),
+        requests=kv_answers.RequestsCard(running, len(own) - running - ended),
+        pins=kv_answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
+        cache=UNSET,
+    )
+
+
+def pool_card(stats: Stats, page: BlocksPage) -> kv_answers.PoolCard:
+    pool = stats.pool
+    return kv_answers.PoolCard(
+        pool.num_blocks,
+        pool.block_size,
+        page.block_bytes or None,
+        pool.free,
+        pool.reserved,
+        pool.sealed,
+        pool.cached,
+        pool.quarantined,
+        None,
+        None,
+    )
+
+
+def runner_card(runner: RunnerStats, stuck: bool) -> kv_answers.RunnerCard:
+    return kv_answers.RunnerCard(
+        runner.name,
+        runner.client_id,
+        runner.ready,
+        runner.draining,
+        stuck,
+        runner.running,
+        runner.credits,
+        round(runner.last_report_age, 3),
+    )
+
+
+def process_card(process: ProcessInfo) -> kv_answers.ProcessCard:
+    return kv_answers.ProcessCard(
+        process.kind,
+        process.name,
+        process.client_id,
+        process.requests,
+        process.sequences,
+        process.blocks,
+        process.credits,
+        process.ready,
+        process.draining,
+        process.stuck,
+        round(process.seconds_silent, 3),
+    )
+
+
+def request_card(info: RequestInfo) -> kv_answers.RequestCard:
+    return kv_answers.RequestCard(
+        info.request_id,
+        info.frontend,
+        info.state,
+        info.priority,
+        round(info.age, 3),
+        info.attempt,
+        info.num_prompt_tokens,
+        info.max_tokens,
+        info.num_choices,
+        info.preemptions,
+        info.runner,
+        None if info.lookup is None else lookup_card(info.lookup),
+        [sequence_card(sequence) for sequence in info.sequences],
+    )
+
+
+def lookup_card(lookup: Lookup) -> kv_answers.LookupCard:
+    return kv_answers.LookupCard(
+        lookup.num_tokens,
+        lookup.hit_blocks,
+        lookup.copied_tokens,
+        lookup.promoted_blocks,
+        lookup.waited_for,
+        round(lookup.waited_seconds, 3),
+    )
+
+
+def sequence_card(sequence: SequenceInfo) -> kv_answers.SequenceCard:
+    return kv_answers.SequenceCard(
+        sequence.choice,
+        sequence.num_tokens,
+        sequence.num_computed,
+        sequence.num_blocks,
+        sequence.shared_blocks,
+        [ref(block) for block in sequence.block_table],
+    )
