@@ -153,12 +153,11 @@ def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> by
     if not producers or not request.submit.read_cache or not state.policy.prefix_wait:
         return None
     for group, found in zip(request.groups, plan.found, strict=True):
-        deepest, index = None, len(found.blocks)
-        while index < len(group.tokens) // pool.block_size:
-            digest = group.hashes(pool, request.salt, index + 1)[index]
+        deepest = None
+        for digest, _, _ in group.blocks(pool, request.salt)[len(found.blocks) :]:
             if digest not in producers:
                 break
-            deepest, index = digest, index + 1
+            deepest = digest
         if deepest is not None:
             return deepest
     return None
@@ -224,8 +223,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
         if found.num_shared:
             sequence.copy_from(pool, found.source, found.num_shared)
         sequence.advanced_at = now
-        num_full = len(group.tokens) // pool.block_size
-        state.in_flight.announce(sequence, group.hashes(pool, request.salt, num_full))
+        state.in_flight.announce(sequence, [digest for digest, _, _ in group.blocks(pool, request.salt)])
         if request.computed:
             lost = request.computed.get(sequence.choice, 0) - sequence.num_computed
             state.counters.recomputed_tokens += max(lost, 0)

@@ -31,15 +31,15 @@ def token_array(token_ids: Iterable[int]) -> "array[int]":
     return array("I", token_ids)
 
 
-@lru_cache
-def head(tag: bytes, length: int) -> bytes:
-    """What precedes a field's value."""
-    return tag + length.to_bytes(4, "little")
-
-
 def field(tag: bytes, value: bytes) -> bytes:
     """One tagged, length-prefixed field."""
-    return head(tag, len(value)) + value
+    return tag + len(value).to_bytes(4, "little") + value
+
+
+@lru_cache
+def _before_tokens(length: int) -> bytes:
+    """The tag and length of a field with so many bytes of tokens."""
+    return field(b"T", bytes(length))[:-length]
 
 
 def salt_digest(cache_salt: str, tenant: str = "") -> bytes:
@@ -80,5 +80,5 @@ def root_hash(layout: Layout) -> bytes:
 
 def block_hash(parent_hash: bytes, tokens: bytes, salt: bytes) -> bytes:
     """`tokens`: the block's token ids, packed; `salt`: from `salt_digest`."""
-    data = parent_hash + head(b"T", len(tokens)) + tokens
+    data = parent_hash + _before_tokens(len(tokens)) + tokens
     return sha256(data + field(b"S", salt) if salt else data).digest()

@@ -41,46 +41,41 @@ class Found(NamedTuple):
 class Group:
     """Choices of a request with equal output so far: they start as one sequence and fork later."""
 
-    __slots__ = ("_hashes", "choices", "output", "tokens")
+    __slots__ = ("_blocks", "choices", "output", "tokens")
 
     def __init__(self, prompt: "array[int]", choices: tuple[int, ...], output: tuple[int, ...]) -> None:
         self.choices = choices
         self.output = output
         self.tokens = prompt + token_array(output)
-        self._hashes: list[bytes] = []  # of the first full blocks, as far as they were asked for
+        self._blocks: list[tuple[bytes, bytes, bytes]] = []  # empty until they are asked for
 
     def lookup(self, pool: BlockPool, salt: bytes) -> Found:
         """Blocks that hold this group's first tokens, in order; the last token is left to be computed."""
-        size = pool.block_size
+        size, last = pool.block_size, len(self.tokens) - 1
         found: list[int] = []
         parent = pool.root
-        for index in range((len(self.tokens) - 1) // size):
-            if index == len(self._hashes):
-                self.hashes(pool, salt, index + 1)
-            digest = self._hashes[index]
-            block = pool.find(digest, parent, self.tokens[index * size : (index + 1) * size].tobytes())
+        for digest, before, tokens in self.findable(pool, salt):
+            block = pool.find(digest, before, tokens)
             if block is None:
                 break
             found.append(block)
             parent = digest
-        rest = self.tokens[len(found) * size : min((len(found) + 1) * size, len(self.tokens) - 1)]
+        rest = self.tokens[len(found) * size : min((len(found) + 1) * size, last)]
         return Found(found, *pool.children.most_alike(parent + salt, rest.tobytes()))
 
-    def hashes(self, pool: BlockPool, salt: bytes, count: int) -> list[bytes]:
-        """Block hashes of at least the first `count` full blocks."""
-        size, hashes = pool.block_size, self._hashes
-        for index in range(len(hashes), count):
-            packed = self.tokens[index * size : (index + 1) * size].tobytes()
-            hashes.append(block_hash(hashes[-1] if hashes else pool.root, packed, salt))
-        return hashes
+    def blocks(self, pool: BlockPool, salt: bytes) -> list[tuple[bytes, bytes, bytes]]:
+        """Hash, parent hash and packed tokens of each full block."""
+        if not self._blocks:
+            packed, width, digest = self.tokens.tobytes(), pool.block_bytes, pool.root
+            for end in range(width, len(packed) + 1, width):
+                parent, tokens = digest, packed[end - width : end]
+                digest = block_hash(parent, tokens, salt)
+                self._blocks.append((digest, parent, tokens))
+        return self._blocks
 
-    def rest(self, pool: BlockPool, salt: bytes, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Hash, parent hash and packed tokens of each full block from `start` on that a lookup may find."""
-        size = pool.block_size
-        for index in range(start, (len(self.tokens) - 1) // size):
-            hashes = self.hashes(pool, salt, index + 1)
-            parent = hashes[index - 1] if index else pool.root
-            yield hashes[index], parent, self.tokens[index * size : (index + 1) * size].tobytes()
+    def findable(self, pool: BlockPool, salt: bytes) -> list[tuple[bytes, bytes, bytes]]:
+        """Those of its full blocks that a lookup may find: at least the last token has to be computed."""
+        return self.blocks(pool, salt)[: (len(self.tokens) - 1) // pool.block_size]
 
 
 class Request:

@@ -143,7 +143,7 @@ class Tiering:
         found: dict[int, None] = {}
         for group, blocks in zip(request.groups, hits, strict=True):
             found.update(dict.fromkeys(blocks))
-            for digest, parent, tokens in group.rest(pool, request.salt, len(blocks)):
+            for digest, parent, tokens in group.findable(pool, request.salt)[len(blocks) :]:
                 block = pool.find(digest, parent, tokens)
                 if block is not None:
                     found[block] = None
