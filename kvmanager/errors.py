@@ -12,6 +12,8 @@ HTTP_STATUS: Final[dict[str, int]] = {
     "queue_full": 503,  # the waiting queue is at its limit
     "not_ready": 503,  # no runner has registered yet
     "manager_absent": 503,  # the manager did not answer in time
+    "journal_unavailable": 503,  # a stream that is to be resumable, and nowhere to keep it
+    "stopping": 503,  # the frontend ends
     "internal": 500,
 }
 """Wire code → HTTP status."""

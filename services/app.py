@@ -1,6 +1,7 @@
 """The ASGI application of one frontend: routes, middleware, and the backend's life."""
 
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,16 +20,21 @@ from services.backend import Backend
 from services.chat import ChatRoute
 from services.chat_template import ChatTemplate
 from services.completions import CompletionsRoute
-from services.config import FrontendConfig, split_list
+from services.config import FrontendConfig, redis_url, split_list
 from services.context import Context, ServedModel
 from services.errors import ApiError
+from services.file_journal import FileJournals
 from services.handlers import on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
 from services.health import HealthRoute
+from services.journal import Journals
 from services.metrics import Metrics
 from services.model_files import model_facts
 from services.models import ModelsRoute
 from services.pins import PinsRoute
+from services.redis_journal import RedisJournals
 from services.request_id import HEADER, RequestIds
+from services.streams import Streams
+from services.streams_route import StreamsRoute
 from services.tokenizer import load_tokenizer
 from services.tokens import TokensRoute
 from services.tracker import Tracker
@@ -62,11 +68,15 @@ def make_app(
         metrics = Metrics(Path(config.pool_directory), name, model.name)
         tracker = Tracker(config.manager_timeout_seconds, config.max_requests)
         backend = Backend(client, socket_endpoint(config.pool_directory, name), tracker, metrics, on_fatal)
-        app.router.routes.extend(make_routes(Context(config, model, backend, metrics)))
+        context = Context(config, model, backend, metrics)
+        streams = Streams(context, make_journals(config))
+        app.router.routes.extend(make_routes(context, streams))
         backend.start()
+        streams.start()
         try:
             yield
         finally:
+            await streams.stop()
             await backend.stop()
             metrics.close()
 
@@ -109,15 +119,24 @@ def make_middleware(config: FrontendConfig) -> list[Middleware]:
     return middleware
 
 
-def make_routes(context: Context) -> list[Route]:
+def make_journals(config: FrontendConfig) -> Journals:
+    """Where resumable streams are kept. Raises ValueError for a Redis URL that is none."""
+    limits = (config.max_streams, config.stream_bytes, config.stream_ttl_seconds)
+    if url := redis_url(config, os.environ):
+        return RedisJournals(url, *limits)
+    return FileJournals(config.pool_directory, *limits)
+
+
+def make_routes(context: Context, streams: Streams) -> list[Route]:
     """Every endpoint."""
     models, tokens, health = ModelsRoute(context), TokensRoute(context), HealthRoute(context)
-    chat, completions = ChatRoute(context), CompletionsRoute(context)
+    chat, completions = ChatRoute(context, streams), CompletionsRoute(context, streams)
     return [
         Route("/v1/models", models.list),
         Route("/v1/models/{model:path}", models.one),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
+        Route("/v1/streams/{id}", StreamsRoute(context.config, streams).resume),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         *PinsRoute(context).routes(),

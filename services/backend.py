@@ -161,7 +161,7 @@ class Backend:
                 await self._client.connect(_HELLO_TIMEOUT)
             except PagekeeperError as error:
                 if error.code != "manager_absent":
-                    self._on_fatal(error)
+                    self._give_up(error)
                     return
                 await asyncio.sleep(_TICK)
                 continue
@@ -229,7 +229,12 @@ class Backend:
     def _loop_ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
-            self._on_fatal(PagekeeperError("internal", f"{task.get_name()} failed: {error!r}"))
+            self._give_up(PagekeeperError("internal", f"{task.get_name()} failed: {error!r}"))
+
+    def _give_up(self, error: PagekeeperError) -> None:
+        """Tell whoever waits here, then whoever can end the process."""
+        self._apply(self.tracker.give_up(error))
+        self._on_fatal(error)
 
     # --- effects ------------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import SamplingParams
 from services.context import Context, ServedModel
 from services.detokenizer import Detokenizer
@@ -29,11 +30,25 @@ class Call:
     stream: bool
     generations: list[Generation]
     signal: Signal
+    created: int  # Unix time
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
     hidden_tokens: int = 0
-    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def done(self) -> bool:
+        """All text is there, or an error is."""
+        return all(generation.done for generation in self.generations)
+
+    @property
+    def error(self) -> PagekeeperError | None:
+        """The first one of any prompt."""
+        return next((g.request.error for g in self.generations if g.request.error is not None), None)
+
+    @property
+    def seed(self) -> int:
+        return self.generations[0].request.sampling.seed
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,29 +70,40 @@ class Call:
         return Usage(prompt, output, prompt + output, PromptTokensDetails(self.cached_tokens))
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What makes a call this one, and is kept when another frontend goes on with it. `tenant`: see
+    services.auth.
+    """
+
+    id: str
+    created: float  # Unix time
+    tenant: str
+
+    @classmethod
+    def new(cls, prefix: str, tenant: str) -> "Identity":
+        return cls(f"{prefix}-{uuid.uuid4().hex}", time.time(), tenant)
+
+
 def new_call(
     context: Context,
     body: GenerationRequest,
+    identity: Identity,
     *,
     route: str,
-    prefix: str,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     num_choices: int,
     continues_prompt: bool,
-    tenant: str,
 ) -> Call:
-    """A call that is not submitted yet. With `continues_prompt` the text goes on where the prompt's ends.
-    `tenant`: see services.auth.
-    """
-    call_id = f"{prefix}-{uuid.uuid4().hex}"
+    """A call that is not submitted yet. With `continues_prompt` the text goes on where the prompt's ends."""
     signal = Signal()
-    arrival = time.monotonic()
+    arrival = time.monotonic() - max(0.0, time.time() - identity.created)
     stops = stop_strings(body)
     generations = []
     for number, prompt in enumerate(prompts):
         request = Request(
-            request_id=f"{call_id}-{number}",
+            request_id=f"{identity.id}-{number}",
             prompt_token_ids=prompt,
             sampling=sampling,
             outputs=[Output(index) for index in range(num_choices)],
@@ -85,19 +111,20 @@ def new_call(
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             read_cache=sampling.prompt_logprobs is None,
-            tenant=tenant,
+            tenant=identity.tenant,
         )
         tail = prompt if continues_prompt else ()
         choices = [_choice(context.model, body, output, stops, tail) for output in request.outputs]
         generations.append(Generation(request, choices, signal))
     options = body.stream_options
     return Call(
-        id=call_id,
+        id=identity.id,
         route=route,
         model=context.model.name,
         stream=bool(body.stream),
         generations=generations,
         signal=signal,
+        created=int(identity.created),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),

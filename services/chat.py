@@ -82,16 +82,14 @@ class ChatRoute:
         if not resumable(body):
             return CallResponse(context, call, renderer)
         kept = msgspec.structs.replace(body, messages=[], seed=call.seed)
-        return self._streams.answer(request, call, renderer, identity, msgspec.json.encode(kept))
+        return await self._streams.answer(request, call, renderer, identity, msgspec.json.encode(kept))
 
     def rebuild(self, spec: StreamSpec) -> tuple[Call, Renderer]:
         """The call of a journal, as it was before its first token. Raises ApiError."""
         body = decode(_decoder, spec.body)
         return self._build(body, Identity(spec.id, spec.created, spec.tenant), spec.prompts[0])
 
-    def _build(
-        self, body: ChatRequest, identity: Identity, prompt: Sequence[int]
-    ) -> tuple[Call, ChatRenderer]:
+    def _build(self, body: ChatRequest, identity: Identity, prompt: Sequence[int]) -> tuple[Call, Renderer]:
         context = self._context
         room = context.model.max_model_len
         n, best_of = _choices(body)

@@ -53,7 +53,7 @@ class CompletionsRoute:
         if not resumable(body):
             return CallResponse(context, call, renderer)
         kept = msgspec.structs.replace(body, prompt="", seed=call.seed)
-        return self._streams.answer(request, call, renderer, identity, msgspec.json.encode(kept))
+        return await self._streams.answer(request, call, renderer, identity, msgspec.json.encode(kept))
 
     def rebuild(self, spec: StreamSpec) -> tuple[Call, Renderer]:
         """The call of a journal, as it was before its first token. Raises ApiError."""
@@ -62,7 +62,7 @@ class CompletionsRoute:
 
     def _build(
         self, body: CompletionRequest, identity: Identity, prompts: list[tuple[int, ...]]
-    ) -> tuple[Call, CompletionRenderer]:
+    ) -> tuple[Call, Renderer]:
         context = self._context
         n, best_of = _check(body)
         if len(prompts) * best_of > MAX_CHOICES * 2:

@@ -1,6 +1,7 @@
 """Settings of a frontend's process."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +47,29 @@ class FrontendConfig:
     admin_keys_file: str = setting("", "file with one such key per line, in addition to admin_keys")
     tenant_keys: str = setting("", "keys with a cache of their own, of which alone they see, by commas")
     tenant_keys_file: str = setting("", "file with one such key per line, in addition to tenant_keys")
+    redis_url: str = setting(
+        "", "Redis that keeps resumable streams for all hosts, also from REDIS_URL; none: the pool directory"
+    )
+    stream_ttl_seconds: float = setting(
+        300.0,
+        "how long a resumable stream is kept after its end, or goes on without a reader",
+        unit="seconds",
+        minimum=1.0,
+        maximum=86400.0,
+    )
+    stream_bytes: int = setting(
+        1 << 20, "events kept of one resumable stream", unit="bytes", parse=parse_bytes, minimum=4096
+    )
+    max_streams: int = setting(
+        1024, "resumable streams kept in the pool directory, or in Redis", unit="streams", minimum=1
+    )
     cors_origins: str = setting("", "origins that browsers may call from, separated by commas; * for all")
     request_log: bool = setting(True, "log one line per request at its end")
+
+
+def redis_url(config: FrontendConfig, environ: Mapping[str, str]) -> str:
+    """Where Redis is; empty: there is none. REDIS_URL is what it is called on most platforms."""
+    return config.redis_url or environ.get("REDIS_URL", "")
 
 
 def split_list(text: str) -> list[str]:

@@ -1,5 +1,7 @@
 """Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}` with a status."""
 
+from typing import Final
+
 import msgspec
 from starlette.responses import Response
 
@@ -50,8 +52,18 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return msgspec.json.encode(ErrorEnvelope(ErrorBody(self.message, kind, self.param, self.code)))
 
+    def again(self) -> "ApiError":
+        """A fresh one, to raise where this one is kept."""
+        return ApiError(
+            self.status, self.message, param=self.param, code=self.code, headers=dict(self.headers)
+        )
+
     def response(self) -> Response:
         return Response(self.body(), self.status, self.headers, "application/json")
+
+
+INTERNAL: Final = ApiError(500, "internal error; the server's log has the details", code="internal")
+STOPPING: Final = ApiError(503, "this frontend is stopping; send the request again", code="stopping")
 
 
 def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvmanager.errors import PagekeeperError
-from services.errors import ApiError, from_pagekeeper
+from services.errors import INTERNAL, ApiError, from_pagekeeper
 from services.request_log import log_refusal
 
 
@@ -35,4 +35,4 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """A bug: the client learns that it is ours; the traceback goes to the log."""
-    return ApiError(500, "internal error; the server's log has the details", code="internal").response()
+    return INTERNAL.response()

@@ -1,4 +1,6 @@
-"""Looking at the lock files of a pool directory, without getting in the way of those who take them."""
+"""Lock files: looking at those of a pool directory without getting in the way of those who take them, and
+taking our own.
+"""
 
 import fcntl
 import os
@@ -17,3 +19,44 @@ def held(lock: Path) -> bool:
     except FileNotFoundError:
         return False
     return kind != fcntl.F_UNLCK
+
+
+class FileLock:
+    """A lock file that this process holds until it is released, or dies.
+
+    The lock belongs to the open file (`flock`), not to the process as those in `locks/` do: two owners in one
+    process see each other, and closing another handle of the file does not drop it.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path = path
+        self._fd = fd
+
+    @classmethod
+    def take(cls, path: Path) -> "FileLock | None":
+        """None if somebody else holds it. Raises OSError."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return cls(path, fd)
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            return None
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)  # its owner removed the file meanwhile
+        return None
+
+    @property
+    def touched(self) -> float:
+        """When the file was last touched, in Unix time."""
+        return os.fstat(self._fd).st_mtime
+
+    def release(self) -> None:
+        """Remove the file and drop the lock. Safe to call twice."""
+        if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1

@@ -119,6 +119,13 @@ class Tracker:
             return Effects()
         return Effects(send=[Cancel(request.request_id, request.attempt)])
 
+    def give_up(self, error: PagekeeperError) -> Effects:
+        """This process cannot go on: every live request ends with `error`."""
+        effects = Effects()
+        for request in list(self.live.values()):
+            self._fail(effects, request, error)
+        return effects
+
     def stop(self, request: Request, index: int, stop_reason: str) -> Effects:
         """Choice `index` ends here (a stop string); later tokens of it are dropped. The last one cancels
         the rest.

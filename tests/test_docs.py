@@ -53,7 +53,7 @@ def test_every_message_is_in_the_architecture(name: str) -> None:
 
 def test_every_route_is_documented() -> None:
     documented = in_code(DOCS["http.md"])
-    paths = [route.path.replace("{model:path}", "{id}") for route in make_routes(Mock())]
+    paths = [route.path.replace("{model:path}", "{id}") for route in make_routes(Mock(), Mock(rebuilders={}))]
     assert len(paths) > 5
     assert [path for path in paths if path not in documented] == []
 
