@@ -47,9 +47,11 @@ def main() -> int:
         status = CONFIGURATION_ERROR if error.code != "internal" else 1
         server.should_exit = True
 
+    app = make_app(config, model, name, on_fatal)
+    app.state.stopping = lambda: server.should_exit
     server = uvicorn.Server(
         uvicorn.Config(
-            make_app(config, model, name, on_fatal),
+            app,
             loop="uvloop",
             http=bounded_head(config.client_timeout_seconds),
             ws="none",

@@ -26,11 +26,11 @@ from services.errors import ApiError
 from services.file_journal import FileJournals
 from services.handlers import on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
 from services.health import HealthRoute
+from services.introspection import introspection_routes
 from services.journal import Journals
 from services.metrics import Metrics
 from services.model_files import model_facts
 from services.models import ModelsRoute
-from services.pins import PinsRoute
 from services.redis_journal import RedisJournals
 from services.request_id import HEADER, RequestIds
 from services.streams import Streams
@@ -91,6 +91,7 @@ def make_app(
         lifespan=lifespan,
     )
     app.state.request_log = config.request_log
+    app.state.stopping = lambda: False  # whoever serves the app says when it is
     return app
 
 
@@ -139,7 +140,8 @@ def make_routes(context: Context, streams: Streams) -> list[Route]:
         Route("/v1/streams/{id}", StreamsRoute(context.config, streams).resume),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        *PinsRoute(context).routes(),
+        *introspection_routes(context),
+        *UiRoutes(context.config).routes(),
         Route("/health", health.health),
         Route("/ready", health.ready),
         Route("/metrics", health.metrics),

@@ -17,6 +17,7 @@ from kvmanager.protocol import MAX_ID_CHARS, Pin, Pinned, PinsAnswer, PinsQuery,
 from services.auth import observer
 from services.context import Context
 from services.errors import from_pagekeeper, invalid
+from services.kv_answers import PinCard, PinList
 from services.kv_prompt import check_prompt, prompt_tokens
 from services.kv_types import PinRequest
 from services.validation import decode_request
@@ -27,22 +28,6 @@ LONGEST_TTL: Final = 30 * 86400.0  # seconds
 RETRY_AFTER: Final = 1.0  # seconds
 
 _decoder = msgspec.json.Decoder(PinRequest)
-
-
-class PinCard(msgspec.Struct):
-    """One pin, as JSON."""
-
-    name: str
-    blocks: int
-    tokens: int
-    expires_in: float  # seconds
-
-
-class PinList(msgspec.Struct):
-    data: list[PinCard]
-    pinned_blocks: int
-    budget_blocks: int
-    object: str = "list"
 
 
 class PinsRoute:
