@@ -38,6 +38,7 @@ from services.streams_route import StreamsRoute
 from services.tokenizer import load_tokenizer
 from services.tokens import TokensRoute
 from services.tracker import Tracker
+from services.ui_routes import UiRoutes
 
 
 def load_model(config: FrontendConfig) -> ServedModel:
