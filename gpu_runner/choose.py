@@ -24,7 +24,10 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 def _cut(
     probs: FloatArray, floor: float, counts: IntArray, masses: DoubleArray, most: int, share: float
 ) -> tuple[float, int, float]:
-    """Last kept (probability, id) and the kept mass, going down until `most` tokens or a mass of `share`."""
+    """Last kept (probability, id) and the kept mass, going down until `most` tokens or a mass of `share`.
+
+    (0, size) if all that reach the floor are kept.
+    """
     count, mass, bin_ = 0, 0.0, BINS
     while bin_ > 0:
         bin_ -= 1
@@ -41,6 +44,8 @@ def _cut(
         if bits[token] >> SHIFT == bin_ and probs[token] >= floor:
             ids[found] = token
             found += 1
+    if not found:
+        return 0.0, probs.size, mass
     ids = ids[:found]
     order = np.argsort(-probs[ids], kind="mergesort")  # stable: equal ones stay in id order
     last = 0

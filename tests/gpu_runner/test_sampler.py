@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runner.choose import choose_rows
@@ -109,6 +109,7 @@ def test_filters_keep(top_k: int, top_p: float, min_p: float, kept: list[int]) -
     min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
     number=st.floats(0, 1, exclude_max=True),
 )
+@example(seed=0, size=3, spread=0.01, ties=False, top_k=2, top_p=1.0, min_p=1.0, number=0.0)
 def test_choose_is_the_sorted_definition(
     seed: int, size: int, spread: float, ties: bool, top_k: int, top_p: float, min_p: float, number: float
 ) -> None:
