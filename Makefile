@@ -29,9 +29,11 @@ chat: $(VENV)/serve.stamp
 	@exec $(BIN)/pagekeeper chat $(if $(HOST)$(PORT),--url=http://$(or $(HOST),127.0.0.1):$(or $(PORT),8000))
 
 # The manager's tests run apart: only they are traced, since the branches of its core have to be covered.
+# Two processes with a thread each do more than one with two: most tests have only one thing to do at a time.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
 test: check
-	$(BIN)/python -m pytest tests/kvmanager --cov=kvmanager --cov-branch --cov-fail-under=95
-	$(BIN)/python -m pytest --ignore=tests/kvmanager
+	$(PYTEST) tests/kvmanager --cov=kvmanager --cov-branch --cov-fail-under=95
+	$(PYTEST) tests/sim tests --ignore=tests/kvmanager
 
 sim: $(VENV)/test.stamp
 	@exec $(BIN)/python -m tests.sim $(SIM)
