@@ -57,7 +57,7 @@ def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:
     while at + _FRAME.size <= len(data):
         length, checksum = _FRAME.unpack_from(data, at)
         content = data[at + _FRAME.size : at + _FRAME.size + length]
-        if len(content) < length or zlib.crc32(content) != checksum:
+        if not content or len(content) < length or zlib.crc32(content) != checksum:
             return
         at += _FRAME.size + length
         yield at, content

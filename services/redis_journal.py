@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 import msgspec
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -37,6 +37,8 @@ LEASE: Final = 5.0  # seconds
 PREFIX: Final = "pagekeeper:stream:"
 INDEX: Final = "pagekeeper:streams"
 BLOCK: Final = 0.25  # seconds, the longest XREAD
+CONNECTIONS: Final = 64
+READERS: Final = 1024  # of streams that run on other frontends
 ANSWER_WITHIN: Final = 2.0  # seconds; Redis counts as away after that
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -110,15 +112,14 @@ class _Store:
 
     def __init__(self, url: str, ttl: float) -> None:
         self.ttl = max(1, round(ttl))
-        self.redis = Redis.from_url(
-            url,
-            protocol=2,
-            socket_connect_timeout=ANSWER_WITHIN,
-            socket_timeout=BLOCK + ANSWER_WITHIN,
-            retry=Retry(NoBackoff(), 1),
-        )
+        self.redis = _connect(url, CONNECTIONS)
+        self.readers = _connect(url, READERS)  # apart: each holds its connection while it waits
         texts = {"create": _CREATE, "append": _APPEND, "claim": _CLAIM, "release": _RELEASE}
         self._scripts = {name: self.redis.register_script(text) for name, text in texts.items()}
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+        await self.readers.aclose()
 
     async def run(self, script: str, stream_id: str, token: str, *own: Any) -> int:
         names = ("spec", "owner", "events", "progress", "reader")
@@ -155,6 +156,20 @@ class _Store:
         except msgspec.DecodeError as error:
             raise JournalError(f"the journal cannot be read: {error}") from None
         return state, deque(batch.last for batch in batches)
+
+
+def _connect(url: str, connections: int) -> Redis:
+    """Nothing is sent yet. Raises ValueError for a URL that is none."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=ANSWER_WITHIN,
+        protocol=2,
+        socket_connect_timeout=ANSWER_WITHIN,
+        socket_timeout=BLOCK + ANSWER_WITHIN,
+        retry=Retry(NoBackoff(), 1),
+    )
+    return Redis.from_pool(pool)
 
 
 def key(stream_id: str, name: str) -> str:
@@ -231,7 +246,7 @@ class RedisFollower:
         block = min(max(seconds, 0.001), BLOCK)
         last = _entry_id(self.state.ring.next - 1)
         answer = await self._store.ask(
-            self._store.redis.xread({events: last}, block=round(block * 1000) or 1), block
+            self._store.readers.xread({events: last}, block=round(block * 1000) or 1), block
         )
         if not answer:
             if not await self._store.ask(self._store.redis.exists(key(self.state.spec.id, "spec"))):
@@ -298,4 +313,4 @@ class RedisJournals:
         return
 
     async def close(self) -> None:
-        await self._store.redis.aclose()
+        await self._store.close()

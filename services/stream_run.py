@@ -30,10 +30,17 @@ class StreamRun:
     """
 
     def __init__(
-        self, context: Context, call: Call, renderer: Renderer, journal: Journal, request_id: str
+        self,
+        context: Context,
+        call: Call,
+        renderer: Renderer,
+        journal: Journal,
+        request_id: str,
+        *,
+        adopted: bool,
     ) -> None:
         self.state: StreamState = journal.state
-        self.begun = False
+        self.begun = adopted  # somebody may know its id, even if nothing was said yet
         self.failure: ApiError | None = None
         self.lost = False
         self.over = False
@@ -50,7 +57,6 @@ class StreamRun:
         self._task: asyncio.Task[None] | None = None
         if self.state.choices:
             restore(call, renderer, self.state)
-        self.begun = self.state.ring.next > 1
         self._events = CallEvents(call, renderer)
         self._recorded = {
             (number, choice.output.index): choice.taken
@@ -150,13 +156,12 @@ class StreamRun:
         )
 
     async def _generate(self) -> None:
-        first: list[bytes] = []
         if not self.begun:
             await self._call.signal.wait(self._context.config.keep_alive_seconds)
             if (error := self._error()) is not None:
                 self.failure = error
                 return
-            first = split(self._renderer.first())
+        first = split(self._renderer.first()) if self.state.ring.next == 1 else []
         while not self._stopping and not self.state.ended:
             found = self._events.collect()
             events = [*first, *(data for _, _, data in found)]

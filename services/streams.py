@@ -59,6 +59,7 @@ class Streams:
 
     def start(self) -> None:
         self._ticker = asyncio.create_task(self._tick(), name="streams")
+        self._ticker.add_done_callback(_say_why)
 
     async def stop(self) -> None:
         """End what runs here; other frontends may take it over."""
@@ -86,7 +87,7 @@ class Streams:
             prompts=prompts,
         )
         journal = await self._journals.create(spec)
-        run = await self._start(call, renderer, journal, request.state.request_id)
+        run = await self._start(call, renderer, journal, request.state.request_id, adopted=False)
         request.scope["state"][LOGGED] = True
         return Tail(self._context.config, LocalSource(self, run), 0)
 
@@ -125,15 +126,16 @@ class Streams:
             await journal.close()
             raise
         log.info("taking over stream %s after event %d", stream_id, journal.state.ring.next - 1)
-        return await self._start(call, renderer, journal, stream_id)
+        return await self._start(call, renderer, journal, stream_id, adopted=True)
 
-    async def _start(self, call: Call, renderer: Renderer, journal: Journal, request_id: str) -> StreamRun:
-        fresh = journal.state.ring.next == 1
+    async def _start(
+        self, call: Call, renderer: Renderer, journal: Journal, request_id: str, *, adopted: bool
+    ) -> StreamRun:
         try:
-            run = StreamRun(self._context, call, renderer, journal, request_id)
+            run = StreamRun(self._context, call, renderer, journal, request_id, adopted=adopted)
             run.start(self._ended)
         except PagekeeperError:
-            await (journal.remove() if fresh else journal.close())
+            await (journal.close() if adopted else journal.remove())
             raise
         self._runs[call.id] = run
         return run
@@ -148,3 +150,9 @@ class Streams:
             ttl = self._context.config.stream_ttl_seconds
             await asyncio.gather(*(run.renew(ttl) for run in list(self._runs.values())))
             await self._journals.sweep()
+
+
+def _say_why(task: "asyncio.Task[None]") -> None:
+    """Without its ticker a frontend would lose its streams to others: that must not go unseen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s failed", task.get_name(), exc_info=error)

@@ -25,12 +25,15 @@ from kvmanager.protocol import (
     Accepted,
     BeamScore,
     Cancel,
+    Clear,
+    Evict,
     Fenced,
     FrontendHello,
     Pin,
     PinsAnswer,
     PinsQuery,
     PoolStats,
+    Question,
     Rejected,
     RunnerLost,
     RunnerStats,
@@ -51,6 +54,7 @@ from services.config import FrontendConfig
 from services.context import ServedModel
 from services.http_protocol import bounded_head
 from services.model_source import resolve
+from tests.services.fake_cache import FakeCache
 
 Script = Callable[[Submit, int], list[int]]
 
@@ -80,6 +84,7 @@ class FakeManager:
             message.query_id, (), 0, 25
         )
         self.pin_messages: list[Pin | Unpin | PinsQuery] = []
+        self.cache = FakeCache()
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.hold_at: int | None = None  # position at which a first attempt clears `flow`
@@ -155,6 +160,8 @@ class FakeManager:
         elif isinstance(message, Pin | Unpin | PinsQuery):
             self.pin_messages.append(message)
             await self._send(identity, self.pins(message))
+        elif isinstance(message, Question | Evict | Clear):
+            await self._send(identity, self.cache.answer(message))
 
     async def _submitted(self, identity: bytes, submit: Submit) -> None:
         self.submits.append(submit)
@@ -172,7 +179,21 @@ class FakeManager:
     def stats(self, query_id: int) -> Stats:
         runner = RunnerStats("runner-0", 9, self.ready, False, self.running, 2, 0.0)
         pool = PoolStats(100, 16, free=60, reserved=10, sealed=20, cached=9, quarantined=1)
-        return Stats(query_id, pool, (runner,), 3, self.running, 1000, 400, 5, 6, 7, 0, used_tokens=360)
+        return Stats(
+            query_id,
+            pool,
+            (runner,),
+            3,
+            self.running,
+            1000,
+            400,
+            5,
+            6,
+            7,
+            0,
+            used_tokens=360,
+            at=self.cache.at,
+        )
 
     # --- the model ----------------------------------------------------------------------------------------
 
@@ -266,7 +287,7 @@ class Stack:
                 socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer
             )  # bytes; connections inherit it
         self.urls = [f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in self._sockets]
-        self.url = self.urls[0]
+        self.url = self.urls[0] if self.urls else ""
         self.fatal: list[Exception] = []
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
@@ -283,7 +304,7 @@ class Stack:
         self._thread.join(WAIT_SECONDS)
         assert not self._thread.is_alive(), "the stack did not stop"
         found = [path for path in Path(self.pool_directory).rglob("*") if not path.is_dir()]
-        left = [path for path in found if path.name != "manager.sock"]
+        left = [path for path in found if path.name != "manager.sock" and path.parent.name != "streams"]
         self._temporary.cleanup()
         assert left == [], f"left behind: {left}"
 
