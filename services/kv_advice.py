@@ -73,17 +73,11 @@ def find_cause(found: Difference, tokens: Sequence[int], text: Text) -> Finding:
     )
     for kind, pattern in CAUSES:
         for match in pattern.finditer(yours):
-            if match.start() <= at < match.end() and _alike(yours, cached, at):
-                start = match.start()
-                other = pattern.match(cached, start)
-                end = other.end() if other else start + len(match.group())
-                return Finding(match.group(), cached[start:end], kind)
+            start, end = match.span()
+            other = pattern.match(cached, start)
+            if start <= at < end and (other is not None or len(cached) < end):  # or its block ends there
+                return Finding(match.group(), cached[start : other.end() if other else end], kind)
     return Finding(text(tokens[token : token + 1]), text(found.cached.token_ids[:1]), "")
-
-
-def _alike(yours: str, cached: str, at: int) -> bool:
-    """Both go on with a letter, or a digit, or the cached side ends within its block."""
-    return at >= len(cached) or yours[at : at + 1].isalnum() == cached[at].isalnum()
 
 
 def advise(
