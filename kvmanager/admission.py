@@ -12,7 +12,8 @@ from kvmanager import pressure
 from kvmanager.block_pool import CACHED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Frontend, Runner
-from kvmanager.protocol import Rejected, SequenceStart, Start
+from kvmanager.event_log import NOBODY, Asker
+from kvmanager.protocol import Lookup, Rejected, SequenceStart, Start
 from kvmanager.requests import ActiveStart, Found, Group, Request, RequestState
 from kvmanager.state import State
 
@@ -180,6 +181,7 @@ def admit(state: State, now: float) -> None:
             return
         plan = plan_start(pool, request)
         if (digest := in_flight(state, pool, request, plan)) is not None:
+            request.waited_for, request.waited_since = state.in_flight.producers[digest].request_id, now
             state.in_flight.await_block(request, digest)
             state.counters.prefix_waits += 1
             continue
@@ -215,6 +217,14 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
     active = ActiveStart(state.last_start_id, request, runner, now)
     request.active = active
     request.copies_until = None
+    request.lookup = Lookup(
+        len(request.groups[0].tokens),
+        len(plan.found[0].blocks),
+        plan.found[0].num_shared,
+        request.promoted,
+        request.waited_for,
+        now - request.waited_since if request.waited_for else 0.0,
+    )
     runner.active[active.start_id] = active
     runner.seats += request.num_choices
     for group, found in zip(request.groups, plan.found, strict=True):
@@ -230,6 +240,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
         active.sequences[sequence.choice] = sequence
     count_lookup(state, request, active)
     starts = []
+    pool.log.asker = Asker(request.submit.request_id, request.salt)
     for group, sequence in zip(request.groups, active.sequences.values(), strict=True):
         sequence.grow(pool, -(-len(group.tokens) // pool.block_size))
         starts.append(
@@ -242,6 +253,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
                 None if sequence.source is None else pool.ref(sequence.source),
             )
         )
+    pool.log.asker = NOBODY
     submit = request.submit
     runner.outbox.starts.append(
         Start(
@@ -258,7 +270,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
 
 def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:
     """The sequence of a group, without blocks yet."""
-    return Sequence(
+    sequence = Sequence(
         active.runner.owner_tag,
         active.start_id,
         group.choices[0],
@@ -267,6 +279,8 @@ def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:
         pool.root,
         group.choices[1:],
     )
+    sequence.request_id = active.request.submit.request_id
+    return sequence
 
 
 def count_lookup(state: State, request: Request, active: ActiveStart) -> None:

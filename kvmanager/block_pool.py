@@ -13,9 +13,11 @@ its record must be written before any message that depends on it leaves.
 """
 
 from collections.abc import Iterable
+from hashlib import sha256
 from typing import NamedTuple
 
 from kvmanager.children import Children
+from kvmanager.event_log import EventLog
 from kvmanager.free_queue import FreeQueue
 from kvmanager.hashing import NO_SALT, TOKEN_BYTES, block_hash, root_hash
 from kvmanager.ledger import Holder, Ledger
@@ -23,6 +25,7 @@ from kvmanager.prefix_index import PrefixIndex
 from kvmanager.protocol import BlockRef, Layout, PoolStats
 
 NO_OWNER = bytes(8)
+ANYBODY = sha256(b"").digest()[:8]  # owner tag of a block that any process may still use
 NO_HASH = b""
 
 
@@ -58,11 +61,14 @@ class BlockPool:
         "evictions",
         "free",
         "generation",
+        "hits",
         "index",
         "layout",
         "ledger",
+        "log",
         "may_evict",
         "num_blocks",
+        "of_salt",
         "owner_tag",
         "parent_hash",
         "root",
@@ -70,9 +76,10 @@ class BlockPool:
         "sealed_at",
         "state",
         "tokens",
+        "unfound",
     )
 
-    def __init__(self, num_blocks: int, layout: Layout) -> None:
+    def __init__(self, num_blocks: int, layout: Layout, log: EventLog | None = None) -> None:
         self.num_blocks = num_blocks
         self.layout = layout
         self.block_size = layout.block_size
@@ -86,12 +93,19 @@ class BlockPool:
         self.salt = [NO_SALT] * num_blocks
         self.tokens = [b""] * num_blocks
         self.sealed_at = [0.0] * num_blocks
+        self.hits = [0] * num_blocks
+        """How often requests began with this content."""
         self.free = FreeQueue(num_blocks)
         self.cached = FreeQueue(num_blocks)
         self.backed = FreeQueue(num_blocks)
         """Cached blocks that need no copy any more, as a tier has their content: evicted before `cached`."""
         self.index = PrefixIndex()
         self.children = Children(self.tokens)
+        self.of_salt: dict[bytes, set[int]] = {}
+        """Blocks in the index, by the salt that finds them."""
+        self.unfound: set[int] = set()
+        """Sealed blocks that are to be found no more: they are free as soon as nobody holds them."""
+        self.log = log or EventLog()
         self.ledger = Ledger(num_blocks)
         self.counts = [num_blocks, 0, 0, 0, 0]
         self.changed: set[int] = set()
@@ -148,7 +162,7 @@ class BlockPool:
         self.state[block] = SEALED
         self.counts[RESERVED] -= 1
         self.counts[SEALED] += 1
-        self.index.add(digest, block)
+        self._publish(block, digest, parent_hash, tokens, salt)
         key = parent_hash + salt
         if self.children.only.setdefault(key, block) != block:
             self.children.add(key, block)
@@ -194,7 +208,7 @@ class BlockPool:
         """
         if not self.ledger.remove(block, holder):
             return
-        if self.state[block] == SEALED:
+        if self.state[block] == SEALED and block not in self.unfound:
             self.state[block] = CACHED
             self.counts[SEALED] -= 1
             self.counts[CACHED] += 1
@@ -203,10 +217,32 @@ class BlockPool:
             else:
                 self.cached.append(block)
         else:
-            self._move(block, FREE)
-            self.owner_tag[block] = NO_OWNER
-            self.free.append(block)
-            self.changed.add(block)
+            self._free(block)
+
+    def evict(self, block: int) -> None:
+        """Forget what this cached block holds, whenever its turn would have come."""
+        assert self.may_evict, "no block may be evicted now"
+        (self.backed if block in self.backed else self.cached).remove(block)
+        self._unpublish(block)
+        self._free(block)
+
+    def unfind(self, block: int) -> None:
+        """This block in use is found no more; those who hold it go on with it."""
+        assert self.state[block] == SEALED
+        self._unpublish(block)
+        self.unfound.add(block)
+        self.changed.add(block)
+
+    def seal_unfound(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
+        """Seal a block that nobody shall find, as it follows one that is found no more. Returns its hash."""
+        assert self.state[block] == RESERVED
+        digest = block_hash(parent_hash, tokens, salt)
+        self.block_hash[block], self.parent_hash[block] = digest, parent_hash
+        self.tokens[block], self.salt[block], self.sealed_at[block] = tokens, salt, now
+        self._move(block, SEALED)
+        self.unfound.add(block)
+        self.changed.add(block)
+        return digest
 
     def quarantine(self, block: int) -> None:
         """Its writer was told to stop but may not have: it stays out of use until its holder releases it."""
@@ -224,7 +260,7 @@ class BlockPool:
         self.salt[block] = record.salt
         self.sealed_at[block] = record.sealed_at
         self._move(block, CACHED)
-        self.index.add(record.block_hash, block)
+        self._publish(block, record.block_hash, record.parent_hash, record.tokens, record.salt)
         self.children.add(record.parent_hash + record.salt, block)
         self.cached.append(block)
 
@@ -236,9 +272,11 @@ class BlockPool:
         self.ledger.add(block, holder)
 
     def record(self, block: int) -> BlockRecord:
-        """What to write for this block; a QUARANTINED one is RESERVED to its writer."""
+        """What to write for this block; a QUARANTINED one is RESERVED to its writer, and one that is found no
+        more to whoever may read it.
+        """
         state = self.state[block]
-        if state in (SEALED, CACHED):
+        if state in (SEALED, CACHED) and block not in self.unfound:
             return BlockRecord(
                 SEALED,
                 self.generation[block],
@@ -250,9 +288,8 @@ class BlockPool:
                 self.sealed_at[block],
             )
         kept = FREE if state == FREE else RESERVED
-        return BlockRecord(
-            kept, self.generation[block], self.owner_tag[block], NO_HASH, NO_HASH, NO_SALT, b"", 0.0
-        )
+        owner = ANYBODY if block in self.unfound else self.owner_tag[block]
+        return BlockRecord(kept, self.generation[block], owner, NO_HASH, NO_HASH, NO_SALT, b"", 0.0)
 
     def statistics(self) -> PoolStats:
         """Blocks by state."""
@@ -264,10 +301,43 @@ class BlockPool:
         block = (self.backed or self.cached).pop()
         self.counts[CACHED] -= 1
         self.evictions += 1
-        self.index.remove(self.block_hash[block], block)
-        self.children.remove(self.parent_hash[block] + self.salt[block], block)
+        self._unpublish(block)
         self.block_hash[block], self.tokens[block] = NO_HASH, b""
         return block
+
+    def _free(self, block: int) -> None:
+        self.block_hash[block], self.tokens[block] = NO_HASH, b""
+        self.unfound.discard(block)
+        self._move(block, FREE)
+        self.owner_tag[block] = NO_OWNER
+        self.free.append(block)
+        self.changed.add(block)
+
+    def _publish(self, block: int, digest: bytes, parent_hash: bytes, tokens: bytes, salt: bytes) -> None:
+        """From now on the block is found."""
+        if self.index.add(digest, block):
+            self.log.stored(digest, parent_hash, tokens, salt, block)
+        self.hits[block] = 0
+        found = self.of_salt.get(salt)
+        if found is None:
+            self.of_salt[salt] = {block}
+        else:
+            found.add(block)
+
+    def _unpublish(self, block: int) -> None:
+        """From now on it is not; but a copy of it is, if there is one."""
+        digest, parent_hash, salt = self.block_hash[block], self.parent_hash[block], self.salt[block]
+        if self.index.remove(digest, block):
+            self.log.removed(digest, parent_hash, salt, block)
+        else:
+            copy = self.index.find(digest)
+            assert copy is not None
+            self.log.stored(digest, parent_hash, self.tokens[copy], salt, copy)
+        self.children.remove(parent_hash + salt, block)
+        found = self.of_salt[salt]
+        found.remove(block)
+        if not found:
+            del self.of_salt[salt]
 
     def _is_covered(self, block: int) -> bool:
         return self.children.is_covered(self.parent_hash[block] + self.salt[block], block)

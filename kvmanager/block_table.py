@@ -25,6 +25,7 @@ class Sequence(Holder):
         "num_sealed",
         "num_settled",
         "pending_forks",
+        "request_id",
         "salt",
         "source",
         "start_id",
@@ -45,6 +46,7 @@ class Sequence(Holder):
         super().__init__(owner_tag)
         self.start_id = start_id
         self.choice = choice
+        self.request_id = ""
         self.tokens = tokens
         self.salt = salt
         self.table: list[int] = []
@@ -65,6 +67,7 @@ class Sequence(Holder):
         assert not self.table
         for block in hits:
             pool.hold(block, self)
+            pool.hits[block] += 1
             self.table.append(block)
             self.last_hash = pool.block_hash[block]
         self.num_sealed = len(self.table)
@@ -73,6 +76,7 @@ class Sequence(Holder):
     def copy_from(self, pool: BlockPool, source: int, num_tokens: int) -> None:
         """Take this many tokens more from a block that shares only them."""
         pool.hold(source, self)
+        pool.hits[source] += 1
         self.source = source
         self.num_computed += num_tokens
 
@@ -93,10 +97,15 @@ class Sequence(Holder):
         self.num_computed = num_computed
         self.advanced_at = now
         size, known = pool.block_size, self.announced
+        unfound = pool.unfound
         for index in range(self.num_sealed, num_computed // size):
             tokens = self.tokens[index * size : (index + 1) * size].tobytes()
-            digest = known[index] if index < len(known) else b""
-            self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now, digest)
+            if unfound and index and self.table[index - 1] in unfound:
+                block = self.table[index]
+                self.last_hash = pool.seal_unfound(block, self.last_hash, tokens, self.salt, now)
+            else:
+                digest = known[index] if index < len(known) else b""
+                self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now, digest)
             self.num_sealed += 1
 
     def fork(self, pool: BlockPool, choice: int) -> "Sequence":
@@ -105,18 +114,21 @@ class Sequence(Holder):
         for block in self.table:
             pool.hold(block, child)
         child.table = self.table[:]
+        child.request_id = self.request_id
         child.num_sealed = self.num_sealed
         child.num_computed = self.num_computed
         return child
 
     def seal_tail(self, pool: BlockPool, now: float) -> None:
         """The runner no longer writes: seal what there is of a block, unless others go on writing there, or
-        its beginning was not copied.
+        its beginning was not copied, or nobody would find it.
         """
         start = self.num_sealed * pool.block_size
         if start == self.num_computed or self.source is not None:
             return
         block = self.table[self.num_sealed]
+        if self.num_sealed and self.table[self.num_sealed - 1] in pool.unfound:
+            return
         if pool.ledger.ref_count(block) == 1:
             tokens = self.tokens[start : self.num_computed].tobytes()
             pool.seal(block, self.last_hash, tokens, self.salt, now)

@@ -43,6 +43,7 @@ class Core:
 
     def __init__(self, boot_id: str, pool_directory: str, policy: Policy, now: float) -> None:
         self.state = State(boot_id, policy, now)
+        self.unix_offset = 0.0  # seconds, from the clock of `now` to Unix time
         self._pool_directory = pool_directory
 
     def attach(
@@ -66,6 +67,7 @@ class Core:
         pool.may_evict = not survivors
         if tier is not None:
             state.tiering = Tiering(tier, state.policy.resume)
+            tier.attach(pool.log)
 
     def restore_pins(self, now: float, saved: list[SavedPin]) -> None:
         """After `attach` and before anything else: pin again what is still cached of these."""
@@ -86,6 +88,7 @@ class Core:
         refused = self.refusal(hello)
         if refused is not None:
             return refused, self._effects()
+        self._date(now)
         answer = sessions.welcome(self.state, hello, self._pool_directory, now)
         return answer, self._settle(now)
 
@@ -94,6 +97,7 @@ class Core:
 
         One that this kind of client does not send is dropped and counted.
         """
+        self._date(now)
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
@@ -105,6 +109,7 @@ class Core:
 
     def process_died(self, now: float, lock: str) -> Effects:
         """The process that held `lock` is gone. Unknown ones are ignored."""
+        self._date(now)
         sessions.gone(self.state, lock, now)
         return self._settle(now)
 
@@ -112,6 +117,7 @@ class Core:
         """A copy that an effect asked for is over, after `seconds`. A promotion is `good` only if the block
         now holds its content to the last bit.
         """
+        self._date(now)
         state = self.state
         assert state.pool is not None
         assert state.tiering is not None
@@ -124,6 +130,7 @@ class Core:
 
     def tick(self, now: float) -> Effects:
         """Called regularly, a few times per second or more."""
+        self._date(now)
         state = self.state
         if state.tiering is not None and state.tiering.comebacks:
             state.admission_due = True  # a request that waits for them may have waited long enough
@@ -188,6 +195,11 @@ class Core:
 
     on_fault: Callable[[str], None] = staticmethod(lambda reason: None)
     """Told why a runner is fenced."""
+
+    def _date(self, now: float) -> None:
+        """What changes from here on has changed now."""
+        if self.state.pool is not None:
+            self.state.pool.log.now = now + self.unix_offset
 
     def _settle(self, now: float) -> Effects:
         """After every event: credits for running sequences first, then new starts, then room is made."""

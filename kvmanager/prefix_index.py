@@ -20,9 +20,12 @@ class PrefixIndex:
         """The primary block with this content, or None."""
         return self._primary.get(block_hash)
 
-    def add(self, block_hash: bytes, block: int) -> None:
-        if self._primary.setdefault(block_hash, block) != block:
-            self._copies.setdefault(block_hash, []).append(block)
+    def add(self, block_hash: bytes, block: int) -> bool:
+        """True if this content was not found before."""
+        if self._primary.setdefault(block_hash, block) == block:
+            return True
+        self._copies.setdefault(block_hash, []).append(block)
+        return False
 
     def remove(self, block_hash: bytes, block: int) -> bool:
         """Forget `block`; a copy takes a primary's place. True if the content can no longer be found."""

@@ -4,6 +4,7 @@ those that run, or to one of a higher priority that waits.
 
 from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Runner
+from kvmanager.event_log import NOBODY, Asker
 from kvmanager.requests import ActiveStart, Request, StartState
 from kvmanager.state import State
 
@@ -15,9 +16,19 @@ def grant_credits(state: State, pool: BlockPool) -> None:
     for runner in state.runners:
         missing = runner.credits_wanted - len(runner.credits)
         if missing > 0:
+            pool.log.asker = sole_request(runner)
             blocks = [pool.grant(runner) for _ in range(min(missing, pool.available))]
             runner.credits.update(blocks)
             runner.outbox.credits.extend(pool.refs(blocks))
+            pool.log.asker = NOBODY
+
+
+def sole_request(runner: Runner) -> Asker:
+    """For whom the runner wants credits, if it runs nothing else."""
+    if len(runner.active) != 1:
+        return NOBODY
+    (active,) = runner.active.values()
+    return Asker(active.request.submit.request_id, active.request.salt)
 
 
 def relieve(state: State, pool: BlockPool, now: float) -> None:

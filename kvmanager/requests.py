@@ -11,7 +11,7 @@ from kvmanager.block_pool import BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Frontend, Runner
 from kvmanager.hashing import block_hash, salt_digest, token_array
-from kvmanager.protocol import Choice, Submit
+from kvmanager.protocol import Choice, Lookup, Submit
 
 
 class RequestState(Enum):
@@ -92,13 +92,17 @@ class Request:
         "frontend",
         "groups",
         "later",
+        "lookup",
         "max_length",
         "order",
         "preemptions",
+        "promoted",
         "prompt",
         "salt",
         "state",
         "submit",
+        "waited_for",
+        "waited_since",
     )
 
     def __init__(self, frontend: Frontend, submit: Submit, serial: int) -> None:
@@ -114,6 +118,10 @@ class Request:
         self.computed: dict[int, int] = {}  # tokens of each choice that an earlier start had computed
         self.preemptions = 0
         self.copies_until: float | None = None  # until when it waits for its blocks to come from a tier
+        self.lookup: Lookup | None = None  # what its last start found
+        self.promoted = 0  # blocks that came from a tier for it
+        self.waited_for = ""  # request_id of whom it waited for last, as that one computed its prefix
+        self.waited_since = 0.0  # seconds
         self.counted = False  # its lookup is in the statistics
         self.groups = self.group(submit.choices)
         self.later: list[Group] = []

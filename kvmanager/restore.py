@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvmanager.block_pool import RESERVED, SEALED, BlockPool, BlockRecord
 from kvmanager.clients import Quarantine, owner_tag
+from kvmanager.event_log import EventLog
 from kvmanager.hashing import TOKEN_BYTES, block_hash
 from kvmanager.protocol import Layout
 
@@ -16,10 +17,13 @@ DAMAGED = ""  # the quarantine that waits for every survivor; no lock has this n
 
 
 def restore_pool(
-    layout: Layout, records: Sequence[BlockRecord | None], survivors: Sequence[str]
+    layout: Layout,
+    records: Sequence[BlockRecord | None],
+    survivors: Sequence[str],
+    log: EventLog | None = None,
 ) -> tuple[BlockPool, tuple[Quarantine, ...]]:
     """`records`: one per block, None where it is damaged; `survivors`: locks that are held now."""
-    pool = BlockPool(len(records), layout)
+    pool = BlockPool(len(records), layout, log)
     by_tag = {owner_tag(lock): Quarantine(lock) for lock in survivors}
     by_tag[owner_tag(DAMAGED)] = Quarantine(DAMAGED)
     newest = max((record.generation for record in records if record is not None), default=0)

@@ -13,6 +13,7 @@ after `MAX_WAIT` without them. A block is found only after its copy's checksum w
 from collections.abc import Iterable
 
 from kvmanager.block_pool import FREE, NO_OWNER, BlockPool
+from kvmanager.event_log import NOBODY, Asker
 from kvmanager.ledger import Holder
 from kvmanager.requests import Request
 from kvmanager.tiers import Content, Copy, Tier
@@ -115,7 +116,7 @@ class Tiering:
             if not missing or not self._worth_it(request, len(missing), pool.block_size, now):
                 return False
             request.copies_until = now + MAX_WAIT
-            self._begin(pool, missing, found, now)
+            self._begin(pool, request, missing, found, now)
         return now < request.copies_until and any(digest in self.tier.promoting for digest in missing)
 
     def promoted(self, pool: BlockPool, copy: Copy, good: bool, seconds: float, now: float) -> None:
@@ -162,18 +163,23 @@ class Tiering:
             return False
         return self.tier.copy_is_cheaper(num_blocks, num_blocks * block_size, now)
 
-    def _begin(self, pool: BlockPool, missing: list[bytes], found: list[int], now: float) -> None:
+    def _begin(
+        self, pool: BlockPool, request: Request, missing: list[bytes], found: list[int], now: float
+    ) -> None:
         """Hold what was found, then grant blocks for the rest: so none of it is evicted for them."""
         wanted = [digest for digest in missing if digest not in self.tier.promoting]
+        request.promoted = len(missing)
         if not wanted:
             return
         comeback = Comeback(now)
         for block in found:
             pool.hold(block, comeback)
             comeback.blocks.append(block)
+        pool.log.asker = Asker(request.submit.request_id, request.salt)
         for digest in wanted:
             block = pool.grant(comeback)
             comeback.blocks.append(block)
             comeback.pending += 1
             self.comebacks[digest] = comeback
             self.promotions.append(self.tier.promote(digest, block))
+        pool.log.asker = NOBODY

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvmanager.event_log import EventLog
+
 MAX_DEMOTIONS = 8  # at a time: each keeps a block of the pool out of use while it runs
 FIRST_PAUSE = 1.0  # seconds without demotions after one has failed; doubles with each failure in a row
 LONGEST_PAUSE = 64.0
@@ -71,6 +73,7 @@ class Tier:
         "demoting",
         "demotions",
         "failures",
+        "log",
         "num_slots",
         "promoting",
         "promotions",
@@ -78,6 +81,7 @@ class Tier:
 
     def __init__(self, num_slots: int, kept: Iterable[tuple[int, Content]] = ()) -> None:
         self.num_slots = num_slots
+        self.log = EventLog(1)  # the pool's, as soon as there is one
         self._entries: OrderedDict[bytes, tuple[int, Content]] = OrderedDict(
             (content.block_hash, (slot, content)) for slot, content in kept
         )
@@ -92,6 +96,12 @@ class Tier:
         self.failures = 0
         self._failures_in_a_row = 0  # of demotions
         self._paused_until = 0.0
+
+    def attach(self, log: EventLog) -> None:
+        """Note there what is found here, now and from now on."""
+        self.log = log
+        for slot, content in self._entries.values():
+            log.stored(content.block_hash, content.parent_hash, content.tokens, content.salt, slot, "disk")
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -129,7 +139,7 @@ class Tier:
         """A demotion is over. After a failure there is a pause, longer with each in a row."""
         del self.demoting[copy.content.block_hash]
         if good:
-            self._entries[copy.content.block_hash] = (copy.slot, copy.content)
+            self._keep(copy.slot, copy.content)
             self.demotions += 1
             self._failures_in_a_row = 0
             return
@@ -141,7 +151,7 @@ class Tier:
     def _evict(self) -> int | None:
         """The slot of the content used longest ago that is not being read."""
         victim = next((key for key in self._entries if key not in self.promoting), None)
-        return None if victim is None else self._entries.pop(victim)[0]
+        return None if victim is None else self._drop(victim)
 
     # --- from the tier ----------------------------------------------------------------------------------
 
@@ -161,7 +171,20 @@ class Tier:
             self.copying.add(1, seconds, now)
             return
         self.failures += 1
-        self._free.append(self._entries.pop(copy.content.block_hash)[0])
+        self.log.cause = "damaged"
+        self._free.append(self._drop(copy.content.block_hash))
+        self.log.cause = "capacity"
+
+    def _keep(self, slot: int, content: Content) -> None:
+        """From now on this is found here."""
+        self._entries[content.block_hash] = (slot, content)
+        self.log.stored(content.block_hash, content.parent_hash, content.tokens, content.salt, slot, "disk")
+
+    def _drop(self, block_hash: bytes) -> int:
+        """From now on it is not. Returns its slot."""
+        slot, content = self._entries.pop(block_hash)
+        self.log.removed(block_hash, content.parent_hash, content.salt, slot, "disk")
+        return slot
 
     def copy_is_cheaper(self, num_blocks: int, num_tokens: int, now: float) -> bool:
         """Whether copying `num_blocks` back, behind what is under way, takes less time than computing their
