@@ -19,6 +19,7 @@ commands:
   runner     one runner: the model
   frontend   one frontend: the HTTP API
   chat       talk with a running server in the terminal
+  kv         ask a running server about its cache
 
 Each has --help. An option may also be given in the environment: --pool-bytes is PAGEKEEPER_POOL_BYTES.
 """
@@ -56,6 +57,12 @@ def chat_command(argv: Sequence[str]) -> int:
     return chat(argv)
 
 
+def kv_command(argv: Sequence[str]) -> int:
+    from services.kv_cli import main as kv
+
+    return kv(argv)
+
+
 def process_argv(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     """The command line of the process `name`, in which MODEL has become a path. Raises ModelError."""
     command = [sys.executable, "-m", MODULES[name]]
@@ -81,6 +88,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": serve_command,
     **{name: _become(name) for name in MODULES},
     "chat": chat_command,
+    "kv": kv_command,
 }
 
 if __name__ == "__main__":

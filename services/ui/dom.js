@@ -24,7 +24,10 @@ const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 export const count = (value) => whole.format(value);
 
-export const plural = (value, word) => `${count(value)} ${word}${value === 1 ? "" : "s"}`;
+export function plural(value, word) {
+  const ending = value === 1 ? "" : word.endsWith("ch") ? "es" : "s";
+  return `${count(value)} ${word}${ending}`;
+}
 
 export function percent(part) {
   if (part === null || !Number.isFinite(part)) return "–";

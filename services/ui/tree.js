@@ -5,6 +5,7 @@ import { age, bytes, count, debounced, el, oneLine, plural, say } from "./dom.js
 
 const PAGE = 50; // nodes of one request
 const MOST_OPEN = 40; // branches that are fetched again with each refresh
+const MOST_NODES = 500; // of one request
 const DEEPEST_INDENT = 14;
 
 export class PrefixTree {
@@ -25,14 +26,18 @@ export class PrefixTree {
 
   restart() {
     this.branches.clear();
-    if (this.search.value) this.open.clear();
     return this.poll.now();
   }
 
-  /** The roots and every open branch again. */
+  /** What is searched for, or "". */
+  get wanted() {
+    return this.search.value.trim();
+  }
+
+  /** The roots and every open branch again; a search brings whole branches, as far as they lead to a match. */
   async load() {
     const branches = new Map();
-    const wanted = ["", ...[...this.open].slice(0, MOST_OPEN)];
+    const wanted = ["", ...(this.wanted ? [] : [...this.open].slice(0, MOST_OPEN))];
     for (const parent of wanted) {
       const limit = Math.max(PAGE, this.branches.get(parent)?.nodes.length ?? 0);
       try {
@@ -47,9 +52,10 @@ export class PrefixTree {
   }
 
   async branch(parent, limit, cursor = "") {
-    const query = new URLSearchParams({ depth: "1", limit: String(Math.min(limit, 500)), sort: this.sort.value, order: "desc" });
+    const query = new URLSearchParams({ limit: String(Math.min(limit, MOST_NODES)), sort: this.sort.value, order: "desc" });
+    if (this.wanted) query.set("q", this.wanted);
+    else query.set("depth", "1");
     if (parent) query.set("parent", parent);
-    else if (this.search.value.trim()) query.set("q", this.search.value.trim());
     if (cursor) query.set("cursor", cursor);
     const answer = await ask(`/kv/prefixes?${query}`);
     return { nodes: answer.nodes, next: answer.next_cursor ?? "", total: answer.total };
@@ -64,7 +70,7 @@ export class PrefixTree {
   }
 
   async toggle(node) {
-    if (!node.children) return;
+    if (!node.children || this.wanted) return;
     if (this.open.has(node.hash)) {
       this.open.delete(node.hash);
     } else {
@@ -79,9 +85,8 @@ export class PrefixTree {
   draw() {
     const top = this.branches.get("") ?? { nodes: [], next: "", total: 0 };
     this.empty.hidden = top.nodes.length > 0;
-    const searching = this.search.value.trim();
-    say(this.empty, searching ? `Nothing that is cached contains “${searching}”.` : "Nothing is cached yet: send a request, and its prompt appears here.");
-    say(this.note, top.total ? plural(top.total, searching ? "match" : "root").replace("matchs", "matches") : "");
+    say(this.empty, this.wanted ? `Nothing that is cached contains “${this.wanted}”.` : "Nothing is cached yet: send a request, and its prompt appears here.");
+    say(this.note, top.total ? plural(top.total, this.wanted ? "branch" : "root") : "");
     this.largest = Math.max(1, ...top.nodes.map((node) => whole(node).bytes));
     const had = this.list.contains(document.activeElement);
     const rows = [];
@@ -95,6 +100,7 @@ export class PrefixTree {
 
   rows(branch, parent, level, rows) {
     for (const node of branch.nodes) {
+      if (this.wanted) level = node.depth;
       rows.push(this.row(node, level));
       const below = this.open.has(node.hash) && this.branches.get(node.hash);
       if (below) this.rows(below, node.hash, level + 1, rows);
@@ -107,10 +113,10 @@ export class PrefixTree {
   }
 
   row(node, level) {
-    const open = this.open.has(node.hash);
+    const open = this.wanted !== "" || this.open.has(node.hash);
     const all = whole(node);
     const text = el("span", { class: "prefix-text" });
-    highlight(text, oneLine(node.text), this.search.value.trim());
+    highlight(text, oneLine(node.text), this.wanted);
     const figures = [
       figure("tokens", count(all.tokens)),
       figure("size", bytes(all.bytes)),
@@ -122,13 +128,13 @@ export class PrefixTree {
     bar.style.setProperty("--share", String(Math.min(1, all.bytes / this.largest)));
     const twist = el("span", { class: node.children ? "twist" : "twist none", "aria-hidden": "true" });
     const properties = {
-      class: "tree-row",
+      class: this.wanted && !node.match ? "tree-row leads-on" : "tree-row",
       role: "treeitem",
       tabindex: -1,
       "aria-level": level + 1,
       "aria-expanded": node.children ? String(open) : null,
       "data-hash": node.hash,
-      title: `${plural(node.blocks, "block")}${Number.isInteger(node.first_token) ? `, tokens ${node.first_token} to ${node.first_token + node.tokens - 1}` : ""}${node.children ? `, ${plural(node.children, "branch").replace("branchs", "branches")}` : ""}`,
+      title: `${plural(node.blocks, "block")}${Number.isInteger(node.first_token) ? `, tokens ${node.first_token} to ${node.first_token + node.tokens - 1}` : ""}${node.children ? `, ${plural(node.children, "branch")}` : ""}`,
       onclick: (event) => {
         this.focused = node.hash;
         event.currentTarget.focus();
