@@ -12,7 +12,7 @@ FLAGS = $(if $(HOST),--host=$(HOST)) $(if $(PORT),--port=$(PORT)) $(if $(RUNNERS
   $(if $(FRONTENDS),--frontends=$(FRONTENDS)) $(if $(MODEL),--model='$(MODEL)') \
   $(if $(POOL),--pool-bytes=$(POOL)) $(if $(RESET_POOL),--reset-pool=$(RESET_POOL))
 
-.PHONY: help serve chat test check sim bench clean
+.PHONY: help serve chat test check programs sim bench clean
 
 help:
 	@echo "make serve   start the server           HOST PORT RUNNERS FRONTENDS MODEL POOL RESET_POOL"
@@ -31,9 +31,18 @@ chat: $(VENV)/serve.stamp
 # The manager's tests run apart: only they are traced, since the branches of its core have to be covered.
 # Two processes with a thread each do more than one with two: most tests have only one thing to do at a time.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
-test: check
+test: check programs
 	$(PYTEST) tests/kvmanager --cov=kvmanager --cov-branch --cov-fail-under=95
 	$(PYTEST) tests/sim tests --ignore=tests/kvmanager
+
+# What the tests start and pip does not bring: program and Debian package have the same name.
+PROGRAMS := chromium redis-server
+programs:
+	@missing=; for program in $(PROGRAMS); do command -v $$program > /dev/null || missing="$$missing $$program"; done; \
+	test -z "$$missing" || { test "`id -u`" = 0 && echo "== programs for the tests:$$missing" && \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; } || { \
+	  echo "The tests start$$missing, which cannot be found, nor installed here." \
+	  "On Debian and Ubuntu: sudo apt-get install$$missing"; exit 1; }
 
 sim: $(VENV)/test.stamp
 	@exec $(BIN)/python -m tests.sim $(SIM)

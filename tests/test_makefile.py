@@ -62,3 +62,11 @@ def test_a_machine_that_cannot_run_it_is_told_why(tmp_path: Path, program: str, 
 def test_ci_runs_what_a_person_runs() -> None:
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test"
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+def test_programs_that_are_missing_are_named() -> None:
+    planned = make("programs", "PROGRAMS=sh")
+    assert (planned.returncode, planned.stdout) == (0, "")
+    planned = make("-n", "programs")
+    assert "chromium redis-server" in planned.stdout
+    assert "sudo apt-get install$missing" in planned.stdout
