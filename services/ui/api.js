@@ -115,7 +115,7 @@ export const connection = {
   },
 };
 
-/** Work that repeats: one run at a time, none in a hidden tab, none (but the heartbeat's) without a server. */
+/** Work that repeats: one run at a time, none in a hidden tab; without a server only the heartbeat's. */
 export class Poll {
   constructor(work, seconds, { heartbeat = false } = {}) {
     this.work = work;

@@ -27,13 +27,19 @@ new Explain(card("explain-card"), {
 });
 new Events(card("events-card"));
 
-// --- legend -------------------------------------------------------------------------------------------------------
+// --- legend ------------------------------------------------------------------------------------------------
 
 let shown = null; // the kind that the legend lets stand out
 const entries = KINDS.map(({ kind, name, hint }) => {
   const number = el("b", {}, "0");
   const swatch = el("i", { class: `swatch kind-${kind}` });
-  const button = el("button", { type: "button", title: hint, "aria-pressed": "false", onclick: () => choose(kind) }, swatch, `${name} `, number);
+  const button = el(
+    "button",
+    { type: "button", title: hint, "aria-pressed": "false", onclick: () => choose(kind) },
+    swatch,
+    `${name} `,
+    number,
+  );
   return { kind, button, number };
 });
 const MARKS = [
@@ -43,7 +49,13 @@ const MARKS = [
 ];
 $("legend").append(
   ...entries.map(({ button }) => button),
-  el("span", { class: "marks" }, ...MARKS.map(([name, label, hint]) => el("span", { title: hint }, el("i", { class: `swatch mark-${name}` }), label))),
+  el(
+    "span",
+    { class: "marks" },
+    ...MARKS.map(([name, label, hint]) =>
+      el("span", { title: hint }, el("i", { class: `swatch mark-${name}` }), label),
+    ),
+  ),
 );
 
 function legendFilter() {
@@ -66,12 +78,13 @@ function showCounts(pool) {
   map.canvas.setAttribute("aria-label", map.label(pool.counts));
 }
 
-// --- the map's buttons ----------------------------------------------------------------------------------------------
+// --- the map's buttons -------------------------------------------------------------------------------------
 
 $("modes").addEventListener("click", (event) => {
   const { mode } = event.target.dataset;
   if (!mode) return;
-  for (const button of $("modes").children) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
+  for (const button of $("modes").children)
+    button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
   card("map-card").dataset.mode = mode;
   map.setMode(mode);
 });
@@ -85,9 +98,7 @@ $("zoom").addEventListener("click", (event) => {
   larger.disabled = most;
 });
 
-// --- theme ----------------------------------------------------------------------------------------------------------
-
-const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+// --- theme -------------------------------------------------------------------------------------------------
 
 function recolour() {
   map.recolour();
@@ -96,18 +107,17 @@ function recolour() {
 
 $("theme").addEventListener("click", () => {
   const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches;
-  root.dataset.theme = dark ? "light" : "dark";
+  root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
   try {
     localStorage.setItem("pagekeeper-theme", root.dataset.theme);
   } catch {
-    root.dataset.storage = "none";
+    // Not remembered, then.
   }
   recolour();
 });
-prefersDark.addEventListener("change", recolour);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour); // after theme.js
 
-// --- connection, key ------------------------------------------------------------------------------------------------
+// --- connection, key ---------------------------------------------------------------------------------------
 
 const WORDS = { connecting: "connecting", live: "live", down: "no connection", locked: "key needed" };
 let countdown = 0;

@@ -44,7 +44,7 @@ export class History {
   }
 }
 
-/** One chart. `series`: [{name, label, colour}] from the bottom up; `top`: the axis' end, or null to fit it. */
+/** One chart. `series`: [{name, label, colour}] from the bottom up; `top`: the axis' end, null to fit it. */
 export class Chart {
   constructor(canvas, history, { series, stacked = false, top = null, format }) {
     Object.assign(this, { canvas, history, series, stacked, top, format });
@@ -72,7 +72,10 @@ export class Chart {
   draw() {
     const scale = window.devicePixelRatio || 1;
     const { clientWidth: width, clientHeight: height } = this.canvas;
-    if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
+    if (
+      this.canvas.width !== Math.round(width * scale) ||
+      this.canvas.height !== Math.round(height * scale)
+    ) {
       this.canvas.width = Math.round(width * scale);
       this.canvas.height = Math.round(height * scale);
     }
@@ -91,7 +94,8 @@ export class Chart {
 
   highest() {
     let most = 0;
-    for (const { name } of this.series) for (const value of this.history.values[name]) most = Math.max(most, value ?? 0);
+    for (const { name } of this.series)
+      for (const value of this.history.values[name]) most = Math.max(most, value ?? 0);
     return most;
   }
 
@@ -167,8 +171,13 @@ export class Chart {
 
   /** Under the pointer: a line, and the figures of that moment; else the names of the series. */
   readOut() {
-    const index = this.pointer === null ? -1 : this.history.nearest(this.now - (1 - this.pointer / this.width) * this.span);
-    const seen = this.series.filter(({ name }, order) => order < 2 || this.history.values[name].some((value) => value > 0));
+    const index =
+      this.pointer === null
+        ? -1
+        : this.history.nearest(this.now - (1 - this.pointer / this.width) * this.span);
+    const seen = this.series.filter(
+      ({ name }, order) => order < 2 || this.history.values[name].some((value) => value > 0),
+    );
     const items = seen.map(({ name, label, colour }) => {
       const value = index < 0 ? null : this.history.values[name][index];
       const text = index < 0 ? label : `${label} ${value === null ? "–" : this.format(value)}`;
@@ -191,7 +200,9 @@ export class Chart {
     const text = JSON.stringify([items, when]);
     if (text === this.written) return;
     this.written = text;
-    const parts = items.map(([colour, label]) => el("span", {}, el("i", { class: `dot ${colour.slice(2)}` }), label));
+    const parts = items.map(([colour, label]) =>
+      el("span", {}, el("i", { class: `dot ${colour.slice(2)}` }), label),
+    );
     this.reading.replaceChildren(...parts, el("span", { class: "when" }, when));
   }
 }

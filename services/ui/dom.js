@@ -2,7 +2,7 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element; `properties` are set as attributes, `on…` functions as listeners, children as nodes or text. */
+/** An element; `properties` become attributes, `on…` functions listeners, children nodes or text. */
 export function el(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {

@@ -60,7 +60,8 @@ export class Events {
   draw() {
     const words = { live: "", waiting: "reconnecting… ", none: "not served here " }[this.stream ?? "waiting"];
     const { stored, removed, cleared } = this.seen;
-    say(this.state, `${words}${count(stored)} stored · ${count(removed)} removed${cleared ? ` · ${count(cleared)} cleared` : ""}`);
+    const wiped = cleared ? ` · ${count(cleared)} cleared` : "";
+    say(this.state, `${words}${count(stored)} stored · ${count(removed)} removed${wiped}`);
     if (this.paused || this.fresh.length === 0) return;
     this.empty.hidden = true;
     const rows = this.fresh.reverse().map(row);

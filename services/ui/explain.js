@@ -4,7 +4,14 @@ import { ApiError, ask } from "./api.js";
 import { age, count, el, percent, plain, plural, say, shortId } from "./dom.js";
 
 const MOST_CELLS = 1024; // of the strip
-const FIELDS = ["model", "cache_salt", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"];
+const FIELDS = [
+  "model",
+  "cache_salt",
+  "add_special_tokens",
+  "add_generation_prompt",
+  "continue_final_message",
+  "chat_template_kwargs",
+];
 const REASONS = {
   hit: "full hit",
   never_seen: "never seen",
@@ -36,7 +43,10 @@ export class Explain {
   }
 
   detect() {
-    say(this.detected, this.input.value.trim() ? bodyOf(this.input.value, this.kind.value).name : "Ctrl+Enter");
+    say(
+      this.detected,
+      this.input.value.trim() ? bodyOf(this.input.value, this.kind.value).name : "Ctrl+Enter",
+    );
   }
 
   async run() {
@@ -79,7 +89,11 @@ export class Explain {
     );
     const parts = [head];
     if (answer.advice) parts.push(el("p", { class: "advice" }, answer.advice));
-    const more = [evicted(answer.eviction), answer.computed_by ? `Request ${shortId(answer.computed_by)} computes the next block now.` : "", planned(plan)];
+    const more = [
+      evicted(answer.eviction),
+      answer.computed_by ? `Request ${shortId(answer.computed_by)} computes the next block now.` : "",
+      planned(plan),
+    ];
     for (const text of more) if (text) parts.push(el("p", { class: "aside" }, text));
     parts.push(this.strip(answer));
     if (answer.difference) parts.push(sides(answer.difference));
@@ -99,14 +113,31 @@ export class Explain {
       const kind = kindOf(answer, index, size);
       used.set(kind, (used.get(kind) ?? 0) + 1);
       const held = answer.blocks[index];
-      const title = `Tokens ${index * size} to ${index * size + tokens - 1}: ${NAMES[kind]}${Number.isInteger(held?.block) ? `, block ${held.block}` : ""}`;
+      const span = `Tokens ${index * size} to ${index * size + tokens - 1}`;
+      const title = `${span}: ${NAMES[kind]}${Number.isInteger(held?.block) ? `, block ${held.block}` : ""}`;
       if (Number.isInteger(held?.block)) {
-        cells.push(el("button", { type: "button", class: `cell ${kind}`, title, "aria-label": title, onclick: () => this.goTo(held.block) }));
+        cells.push(
+          el("button", {
+            type: "button",
+            class: `cell ${kind}`,
+            title,
+            "aria-label": title,
+            onclick: () => this.goTo(held.block),
+          }),
+        );
       } else cells.push(el("span", { class: `cell ${kind}`, title }));
     }
-    if (total > MOST_CELLS) cells.push(el("span", { class: "aside" }, `and ${plural(total - MOST_CELLS, "block")} more`));
-    const legend = [...used].map(([kind, number]) => el("span", {}, el("i", { class: `cell ${kind}` }), `${count(number)} ${NAMES[kind]}`));
-    return el("div", { class: "strip-box" }, el("div", { class: "strip" }, ...cells), el("div", { class: "strip-legend" }, ...legend));
+    if (total > MOST_CELLS)
+      cells.push(el("span", { class: "aside" }, `and ${plural(total - MOST_CELLS, "block")} more`));
+    const legend = [...used].map(([kind, number]) =>
+      el("span", {}, el("i", { class: `cell ${kind}` }), `${count(number)} ${NAMES[kind]}`),
+    );
+    return el(
+      "div",
+      { class: "strip-box" },
+      el("div", { class: "strip" }, ...cells),
+      el("div", { class: "strip-legend" }, ...legend),
+    );
   }
 }
 
@@ -123,7 +154,12 @@ function kindOf(answer, index, size) {
 
 function evicted(eviction) {
   if (!eviction) return "";
-  const causes = { capacity: "to make room", evict: "by a request to evict it", clear: "when the cache was cleared", other_layout: "with another model's cache" };
+  const causes = {
+    capacity: "to make room",
+    evict: "by a request to evict it",
+    clear: "when the cache was cleared",
+    other_layout: "with another model's cache",
+  };
   const whom = eviction.request_id ? ` for ${shortId(eviction.request_id)}` : "";
   return `Evicted ${age(eviction.seconds_ago)} ago ${causes[eviction.cause] ?? eviction.cause}${whom}.`;
 }
@@ -134,12 +170,18 @@ const planned = (plan) => (plan?.message ? `Sent now: ${plan.message}` : "");
 function sides(difference) {
   const { before } = difference;
   const shared = commonStart(difference.yours.text, difference.cached.text);
-  const where = `The first token that is not cached is number ${count(difference.token)}: token ${difference.offset_in_block} of block ${difference.block_index}.`;
+  const { token, offset_in_block: offset, block_index: block } = difference;
+  const where = `Token ${count(token)} is the first one not cached: ${offset} of block ${block} of the prompt.`;
   const pair = [
     side("Yours", before, difference.yours.text, shared, "yours"),
     side(`Cached, block ${difference.cached.block}`, before, difference.cached.text, shared, "theirs"),
   ];
-  return el("div", { class: "difference" }, el("p", { class: "aside" }, where), el("div", { class: "sides" }, ...pair));
+  return el(
+    "div",
+    { class: "difference" },
+    el("p", { class: "aside" }, where),
+    el("div", { class: "sides" }, ...pair),
+  );
 }
 
 function side(title, before, text, shared, name) {
@@ -147,7 +189,12 @@ function side(title, before, text, shared, name) {
   same.textContent = plain(before + text.slice(0, shared));
   const differs = el("mark", { class: "differs" });
   differs.textContent = plain(text.slice(shared)) || "∅";
-  return el("figure", { class: `side ${name}` }, el("figcaption", {}, title), el("pre", { tabindex: 0 }, same, differs));
+  return el(
+    "figure",
+    { class: `side ${name}` },
+    el("figcaption", {}, title),
+    el("pre", { tabindex: 0 }, same, differs),
+  );
 }
 
 /** How many characters two texts begin with in common; a pair of surrogates is not cut in two. */
@@ -160,7 +207,8 @@ export function commonStart(a, b) {
 
 /** What was pasted as a request's body: text, messages, token ids or a whole request of the OpenAI API. */
 export function bodyOf(text, kind) {
-  if (kind === "chat") return { name: "one user message", body: { messages: [{ role: "user", content: text }] } };
+  if (kind === "chat")
+    return { name: "one user message", body: { messages: [{ role: "user", content: text }] } };
   const value = kind === "text" ? undefined : parsed(text);
   if (Array.isArray(value) && value.length && value.every((item) => Number.isInteger(item))) {
     return { name: plural(value.length, "token id"), body: { prompt: value } };
@@ -171,7 +219,12 @@ export function bodyOf(text, kind) {
   if (value && (Array.isArray(value.messages) || value.prompt !== undefined)) {
     const body = Array.isArray(value.messages) ? { messages: value.messages } : { prompt: value.prompt };
     for (const field of FIELDS) if (value[field] !== undefined) body[field] = value[field];
-    return { name: body.messages ? `a request with ${plural(body.messages.length, "message")}` : "a request with a prompt", body };
+    return {
+      name: body.messages
+        ? `a request with ${plural(body.messages.length, "message")}`
+        : "a request with a prompt",
+      body,
+    };
   }
   return { name: `text, ${plural(text.length, "character")}`, body: { prompt: text } };
 }
@@ -184,4 +237,3 @@ function parsed(text) {
     return undefined;
   }
 }
-

@@ -41,7 +41,10 @@ export class BlockMap {
   listen() {
     new ResizeObserver(() => this.layout()).observe(this.scroller);
     this.scroller.addEventListener("scroll", this.redraw, { passive: true });
-    this.canvas.addEventListener("pointermove", (event) => event.pointerType === "mouse" && this.hover(this.at(event)));
+    this.canvas.addEventListener(
+      "pointermove",
+      (event) => event.pointerType === "mouse" && this.hover(this.at(event)),
+    );
     this.canvas.addEventListener("pointerleave", () => this.hover(-1));
     this.canvas.addEventListener("click", (event) => {
       this.focused = -1;
@@ -55,7 +58,7 @@ export class BlockMap {
     this.tooltip.onClose = () => this.pin(-1);
   }
 
-  // --- data ---------------------------------------------------------------------------------------------------
+  // --- data ------------------------------------------------------------------------------------------------
 
   /** Every page once; large pools are asked for less often. */
   async load() {
@@ -77,7 +80,7 @@ export class BlockMap {
     this.redraw();
   }
 
-  // --- layout -------------------------------------------------------------------------------------------------
+  // --- layout ----------------------------------------------------------------------------------------------
 
   layout() {
     const scale = window.devicePixelRatio || 1;
@@ -92,7 +95,8 @@ export class BlockMap {
     this.grid = { pitch, gap, columns, rows, scale, top: 0 };
     this.grid.marksFrom = MARKS_FROM * scale;
     this.grid.labelsFrom = LABELS_FROM * scale;
-    this.spacer.style.height = `${Math.max(0, Math.ceil((rows * pitch) / scale) - this.scroller.clientHeight)}px`;
+    const below = Math.ceil((rows * pitch) / scale) - this.scroller.clientHeight;
+    this.spacer.style.height = `${Math.max(0, below)}px`;
     this.canvas.style.width = `${width / scale}px`;
     this.canvas.style.height = `${height / scale}px`;
     this.painter.resize(width, height);
@@ -106,7 +110,10 @@ export class BlockMap {
     this.zoom = steps === 0 ? 0 : Math.min(most, Math.max(0, this.zoom + steps));
     this.layout();
     if (this.focused >= 0) this.reveal(this.focused);
-    return { least: this.zoom === 0, most: this.zoom === most || this.grid.pitch >= LARGEST * this.grid.scale };
+    return {
+      least: this.zoom === 0,
+      most: this.zoom === most || this.grid.pitch >= LARGEST * this.grid.scale,
+    };
   }
 
   /** The block under a pointer, or -1. */
@@ -138,7 +145,7 @@ export class BlockMap {
     else if (y > this.scroller.scrollTop + seen) this.scroller.scrollTop = y - seen;
   }
 
-  // --- what is looked at ---------------------------------------------------------------------------------------
+  // --- what is looked at -----------------------------------------------------------------------------------
 
   hover(block) {
     if (block === this.hovered) return;
@@ -178,7 +185,14 @@ export class BlockMap {
   key(event) {
     const { columns } = this.grid;
     const page = columns * 10;
-    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, PageUp: -page, PageDown: page };
+    const moves = {
+      ArrowLeft: -1,
+      ArrowRight: 1,
+      ArrowUp: -columns,
+      ArrowDown: columns,
+      PageUp: -page,
+      PageDown: page,
+    };
     const at = Math.max(0, this.focused);
     if (event.key in moves) {
       const to = at + moves[event.key];
@@ -207,7 +221,7 @@ export class BlockMap {
     this.redraw();
   }
 
-  // --- drawing -------------------------------------------------------------------------------------------------
+  // --- drawing ---------------------------------------------------------------------------------------------
 
   draw(now) {
     if (!this.grid) return;
@@ -227,7 +241,8 @@ export class BlockMap {
   /** What the canvas is, for those who do not see it. */
   label(counts) {
     const parts = KINDS.filter(({ kind }) => counts[kind]).map(({ kind, name }) => `${counts[kind]} ${name}`);
-    return `Map of ${plural(this.pool.size, "block")}: ${parts.join(", ")}. Arrow keys move, Enter keeps the details open.`;
+    const keys = "Arrow keys move, Enter keeps the details open.";
+    return `Map of ${plural(this.pool.size, "block")}: ${parts.join(", ")}. ${keys}`;
   }
 }
 

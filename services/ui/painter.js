@@ -1,4 +1,5 @@
-// Colours of the map, and the drawing of its cells. A frame costs what its pixels cost, however many blocks there are.
+// Colours of the map, and the drawing of its cells. A frame costs what its pixels cost, however many blocks
+// there are.
 
 import * as pool from "./pool.js";
 import { css } from "./dom.js";

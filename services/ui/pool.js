@@ -11,17 +11,32 @@ export const OTHER = 7;
 
 /** What the map and its legend call them, in the legend's order. */
 export const KINDS = [
-  { kind: RESERVED, name: "being written", hint: "Reserved: a running request or a runner's credit is filling it" },
+  {
+    kind: RESERVED,
+    name: "being written",
+    hint: "Reserved: a running request or a runner's credit is filling it",
+  },
   { kind: SEALED, name: "in use", hint: "Sealed and held by one running request" },
   { kind: SHARED, name: "shared", hint: "Sealed and held by more than one: the same memory serves several" },
   { kind: PINNED, name: "pinned", hint: "Kept by a pin" },
-  { kind: CACHED, name: "cached", hint: "Held by nobody, and found again by the next request with this prefix" },
+  {
+    kind: CACHED,
+    name: "cached",
+    hint: "Held by nobody, and found again by the next request with this prefix",
+  },
   { kind: FREE, name: "free", hint: "Holds nothing" },
   { kind: QUARANTINED, name: "quarantined", hint: "Its last owner may still be writing to it" },
   { kind: OTHER, name: "other tenants", hint: "Belongs to others; this key may not look into it" },
 ];
 
-export const STATE_NAMES = { F: "free", R: "reserved", S: "sealed", C: "cached", Q: "quarantined", X: "another tenant's" };
+export const STATE_NAMES = {
+  F: "free",
+  R: "reserved",
+  S: "sealed",
+  C: "cached",
+  Q: "quarantined",
+  X: "another tenant's",
+};
 
 export const FLAG_PINNED = 1;
 export const FLAG_IN_TIER = 2;

@@ -5,7 +5,15 @@ import { age, count, debounced, el, plural, say, shortId } from "./dom.js";
 
 const LIMIT = 100;
 const MOST_BLOCKS = 400; // of a table
-const ORDER = { running: 0, preempting: 1, cancelling: 1, waiting_for_prefix: 2, waiting_for_tier: 2, waiting: 3, ended: 4 };
+const ORDER = {
+  running: 0,
+  preempting: 1,
+  cancelling: 1,
+  waiting_for_prefix: 2,
+  waiting_for_tier: 2,
+  waiting: 3,
+  ended: 4,
+};
 const NAMES = { waiting_for_prefix: "waits for a prefix", waiting_for_tier: "waits for the disk tier" };
 
 export class Requests {
@@ -48,7 +56,8 @@ export class Requests {
       this.rows.set(request.request_id, row);
     }
     row.fill(request, this.blockSize());
-    if (this.list.children[index] !== row.root) this.list.insertBefore(row.root, this.list.children[index] ?? null);
+    if (this.list.children[index] !== row.root)
+      this.list.insertBefore(row.root, this.list.children[index] ?? null);
   }
 
   enter(id) {
@@ -92,7 +101,8 @@ const blockId = (reference) => (Array.isArray(reference) ? reference[0] : refere
 
 function blocksOf(request) {
   const blocks = new Set();
-  for (const sequence of request.sequences ?? []) for (const reference of sequence.block_table ?? []) blocks.add(blockId(reference));
+  for (const sequence of request.sequences ?? [])
+    for (const reference of sequence.block_table ?? []) blocks.add(blockId(reference));
   return blocks;
 }
 
@@ -118,7 +128,13 @@ class Row {
     );
     this.root = el(
       "li",
-      { class: "request", onmouseenter: () => owner.enter(id), onmouseleave: () => owner.leave(), onfocusin: () => owner.enter(id), onfocusout: () => owner.leave() },
+      {
+        class: "request",
+        onmouseenter: () => owner.enter(id),
+        onmouseleave: () => owner.leave(),
+        onfocusin: () => owner.enter(id),
+        onfocusout: () => owner.leave(),
+      },
       this.button,
       this.tables,
     );
@@ -129,20 +145,33 @@ class Row {
     const sequences = request.sequences ?? [];
     const choices = Math.max(1, request.num_choices);
     const total = prompt + most * choices;
-    const hit = Math.min(prompt, request.lookup ? (request.lookup.hit_blocks + (request.lookup.promoted_blocks ?? 0)) * blockSize + request.lookup.copied_tokens : 0);
+    const hit = Math.min(
+      prompt,
+      request.lookup
+        ? (request.lookup.hit_blocks + (request.lookup.promoted_blocks ?? 0)) * blockSize +
+            request.lookup.copied_tokens
+        : 0,
+    );
     const computed = Math.min(prompt, Math.max(0, ...sequences.map((sequence) => sequence.num_computed)));
     const output = sequences.reduce((sum, sequence) => sum + Math.max(0, sequence.num_tokens - prompt), 0);
     this.root.dataset.id = request.request_id;
     this.root.dataset.state = state;
     say(this.state, NAMES[state] ?? state.replaceAll("_", " "));
     this.state.className = `pill ${state}`;
-    say(this.where, [request.runner, request.priority ? `priority ${request.priority}` : ""].filter(Boolean).join(" · "));
+    say(
+      this.where,
+      [request.runner, request.priority ? `priority ${request.priority}` : ""].filter(Boolean).join(" · "),
+    );
     share(this.cached, Math.min(hit, prompt) / total);
     share(this.computed, Math.max(0, computed - hit) / total);
     share(this.output, output / total);
-    const said = `prompt ${count(prompt)}${hit ? `, ${count(hit)} cached` : ""} · output ${count(output)} of ${count(most * choices)}`;
+    const found = hit ? `, ${count(hit)} cached` : "";
+    const said = `prompt ${count(prompt)}${found} · output ${count(output)} of ${count(most * choices)}`;
     this.bar.setAttribute("aria-label", said);
-    const more = [choices > 1 ? plural(choices, "choice") : "", request.preemptions ? plural(request.preemptions, "preemption") : ""];
+    const more = [
+      choices > 1 ? plural(choices, "choice") : "",
+      request.preemptions ? plural(request.preemptions, "preemption") : "",
+    ];
     say(this.figures, [said, age(request.age), ...more.filter(Boolean)].join(" · "));
   }
 
@@ -154,10 +183,19 @@ class Row {
       return;
     }
     const tables = (detail.sequences ?? []).map((sequence) => {
-      const blocks = (sequence.block_table ?? []).slice(0, MOST_BLOCKS).map((reference) => el("span", { class: "chip" }, String(blockId(reference))));
+      const blocks = (sequence.block_table ?? [])
+        .slice(0, MOST_BLOCKS)
+        .map((reference) => el("span", { class: "chip" }, String(blockId(reference))));
       const more = (sequence.block_table?.length ?? 0) - MOST_BLOCKS;
-      const title = `${detail.num_choices > 1 ? `Choice ${sequence.choice}: ` : ""}${plural(sequence.num_blocks, "block")}${sequence.shared_blocks ? `, ${count(sequence.shared_blocks)} shared` : ""}`;
-      return el("div", { class: "table" }, el("div", { class: "table-title" }, title), el("div", { class: "chips" }, ...blocks, more > 0 ? `and ${count(more)} more` : ""));
+      const whose = detail.num_choices > 1 ? `Choice ${sequence.choice}: ` : "";
+      const shared = sequence.shared_blocks ? `, ${count(sequence.shared_blocks)} shared` : "";
+      const title = whose + plural(sequence.num_blocks, "block") + shared;
+      return el(
+        "div",
+        { class: "table" },
+        el("div", { class: "table-title" }, title),
+        el("div", { class: "chips" }, ...blocks, more > 0 ? `and ${count(more)} more` : ""),
+      );
     });
     this.tables.replaceChildren(lookupLine(detail.lookup), ...tables);
   }

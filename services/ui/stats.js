@@ -15,10 +15,29 @@ export class Stats {
     this.boot = "";
     const shared = [this.history];
     this.charts = [
-      new Chart($("pool-chart"), ...shared, { stacked: true, top: 1, format: percent, series: [series("used", "in use", "--sealed"), series("cached", "cached", "--cached"), series("quarantined", "quarantined", "--quarantined")] }),
-      new Chart($("hits-chart"), ...shared, { top: 1, format: percent, series: [series("hitRate", "hit rate, last 10 s", "--cached")] }),
-      new Chart($("speed-chart"), ...shared, { format: rate, series: [series("prompt", "prompt", "--reserved"), series("output", "output", "--sealed")] }),
-      new Chart($("waste-chart"), ...shared, { format: percent, series: [series("waste", "unused slots", "--pinned")] }),
+      new Chart($("pool-chart"), ...shared, {
+        stacked: true,
+        top: 1,
+        format: percent,
+        series: [
+          series("used", "in use", "--sealed"),
+          series("cached", "cached", "--cached"),
+          series("quarantined", "quarantined", "--quarantined"),
+        ],
+      }),
+      new Chart($("hits-chart"), ...shared, {
+        top: 1,
+        format: percent,
+        series: [series("hitRate", "hit rate, last 10 s", "--cached")],
+      }),
+      new Chart($("speed-chart"), ...shared, {
+        format: rate,
+        series: [series("prompt", "prompt", "--reserved"), series("output", "output", "--sealed")],
+      }),
+      new Chart($("waste-chart"), ...shared, {
+        format: percent,
+        series: [series("waste", "unused slots", "--pinned")],
+      }),
     ];
     this.poll = new Poll(() => this.load(), 1, { heartbeat: true });
   }
@@ -60,7 +79,8 @@ export class Stats {
     const rates = {};
     for (const name of COUNTERS) {
       const [before, after] = [first[1][name], last[1][name]];
-      rates[name] = seconds > 0 && before !== null && after !== null ? Math.max(0, after - before) / seconds : null;
+      rates[name] =
+        seconds > 0 && before !== null && after !== null ? Math.max(0, after - before) / seconds : null;
     }
     return rates;
   }
@@ -70,35 +90,57 @@ export class Stats {
     const inUse = pool.reserved + pool.sealed;
     say($("pool-note"), `${count(inUse)} of ${count(pool.num_blocks)} · ${count(pool.cached)} cached`);
     say($("hits-value"), percent(cache?.queries > 0 ? cache.hits / cache.queries : null));
-    say($("hits-note"), cache ? `${count(cache.hits)} of ${plural(cache.queries, "token")}` : "for admin keys");
+    say(
+      $("hits-note"),
+      cache ? `${count(cache.hits)} of ${plural(cache.queries, "token")}` : "for admin keys",
+    );
     say($("speed-value"), rate(rates.output));
     say($("speed-note"), "tokens/s");
     say($("waste-value"), percent(inUse ? pool.waste : null));
-    const evictions = cache ? `${plural(cache.evictions, "eviction")} · ${plural(requests.preemptions ?? 0, "preemption")}` : "for admin keys";
+    const evictions = cache
+      ? `${plural(cache.evictions, "eviction")} · ${plural(requests.preemptions ?? 0, "preemption")}`
+      : "for admin keys";
     say($("waste-note"), evictions);
     say($("requests-note"), `${count(requests.running)} running · ${count(requests.waiting)} waiting`);
-    const size = `${count(pool.num_blocks)} × ${plural(pool.block_size, "token")} · ${bytes(pool.num_blocks * (pool.block_bytes ?? 0))}`;
-    say($("map-note"), pool.num_blocks ? `${size}${tier?.num_slots ? ` · ${count(tier.blocks)} blocks on disk` : ""}` : "");
+    const memory = bytes(pool.num_blocks * (pool.block_bytes ?? 0));
+    const size = `${count(pool.num_blocks)} × ${plural(pool.block_size, "token")} · ${memory}`;
+    say(
+      $("map-note"),
+      pool.num_blocks ? `${size}${tier?.num_slots ? ` · ${count(tier.blocks)} blocks on disk` : ""}` : "",
+    );
     this.showRunners(runners ?? []);
   }
 
   showRunners(runners) {
-    const written = JSON.stringify(runners.map((runner) => [runner.name, lampOf(runner), runner.running, runner.credits]));
+    const written = JSON.stringify(
+      runners.map((runner) => [runner.name, lampOf(runner), runner.running, runner.credits]),
+    );
     if (written === this.written) return;
     this.written = written;
     const chips = runners.map((runner) =>
       el(
         "span",
-        { class: `runner ${lampOf(runner)}`, title: `${runner.name}: ${lampOf(runner)}, ${plural(runner.credits ?? 0, "block")} in credit` },
+        {
+          class: `runner ${lampOf(runner)}`,
+          title: `${runner.name}: ${lampOf(runner)}, ${plural(runner.credits ?? 0, "block")} in credit`,
+        },
         el("i", { class: "lamp" }),
         `${runner.name} `,
         el("b", {}, String(runner.running)),
       ),
     );
-    const legend = [["cached", "cached"], ["computed", "computed"], ["output", "output"]].map(([name, label]) =>
-      el("span", { class: "runner" }, el("i", { class: `part-dot ${name}` }), label),
+    const legend = [
+      ["cached", "cached"],
+      ["computed", "computed"],
+      ["output", "output"],
+    ].map(([name, label]) => el("span", { class: "runner" }, el("i", { class: `part-dot ${name}` }), label));
+    $("runners").replaceChildren(
+      ...(chips.length
+        ? chips
+        : [el("span", { class: "runner starting" }, el("i", { class: "lamp" }), "no runner")]),
+      el("span", { class: "spacer" }),
+      ...legend,
     );
-    $("runners").replaceChildren(...(chips.length ? chips : [el("span", { class: "runner starting" }, el("i", { class: "lamp" }), "no runner")]), el("span", { class: "spacer" }), ...legend);
   }
 }
 
@@ -114,7 +156,10 @@ function lampOf(runner) {
 async function metrics() {
   try {
     const text = await askText("/metrics");
-    return { output: total(text, "vllm:generation_tokens_total"), prompt: total(text, "vllm:prompt_tokens_total") };
+    return {
+      output: total(text, "vllm:generation_tokens_total"),
+      prompt: total(text, "vllm:prompt_tokens_total"),
+    };
   } catch (error) {
     if (error instanceof ApiError) return null;
     throw error;
@@ -124,7 +169,8 @@ async function metrics() {
 function total(text, name) {
   let sum = 0;
   for (const line of text.split("\n")) {
-    if (line.startsWith(name) && " {".includes(line[name.length])) sum += Number(line.slice(line.lastIndexOf(" ") + 1));
+    if (line.startsWith(name) && " {".includes(line[name.length]))
+      sum += Number(line.slice(line.lastIndexOf(" ") + 1));
   }
   return sum;
 }

@@ -1,8 +1,17 @@
-// Runs before the page is drawn, so that a chosen theme does not flash. Without a choice the system's holds.
+// Runs before the page is drawn, so that no other theme flashes: the chosen one, or else the system's.
 "use strict";
-try {
-  const chosen = localStorage.getItem("pagekeeper-theme");
-  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
-} catch {
-  document.documentElement.dataset.storage = "none"; // the browser keeps nothing for this page
+{
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const apply = () => {
+    let chosen = null;
+    try {
+      chosen = localStorage.getItem("pagekeeper-theme");
+    } catch {
+      // The browser keeps nothing for this page: the system's theme holds.
+    }
+    const known = chosen === "light" || chosen === "dark";
+    document.documentElement.dataset.theme = known ? chosen : dark.matches ? "dark" : "light";
+  };
+  apply();
+  dark.addEventListener("change", apply);
 }

@@ -6,7 +6,13 @@ import { FLAG_IN_TIER } from "./pool.js";
 
 const MARGIN = 10; // CSS pixels to the cell and to the window's edge
 const MAX_HOLDERS = 12;
-const KINDS = { sequence: "request", credits: "credit of runner", pin: "pin", quarantine: "quarantined for", copy: "copy" };
+const KINDS = {
+  sequence: "request",
+  credits: "credit of runner",
+  pin: "pin",
+  quarantine: "quarantined for",
+  copy: "copy",
+};
 
 export class Tooltip {
   constructor(root, pool, goTo) {
@@ -16,7 +22,10 @@ export class Tooltip {
     this.block = -1;
     this.onClose = () => undefined;
     this.parts = Object.fromEntries(
-      ["title", "state", "text", "facts", "holders"].map((name) => [name, root.querySelector(`.tip-${name}`)]),
+      ["title", "state", "text", "facts", "holders"].map((name) => [
+        name,
+        root.querySelector(`.tip-${name}`),
+      ]),
     );
     root.querySelector(".tip-close").addEventListener("click", () => this.onClose());
     root.addEventListener("keydown", (event) => event.key === "Escape" && this.onClose());
@@ -85,14 +94,23 @@ export class Tooltip {
     const cells = [["Age", this.pool.tokens[this.block] ? age(this.pool.ages[this.block]) : "–"]];
     if (detail.failed) return [el("dt", {}, "Details"), el("dd", {}, detail.failed)];
     cells.push(["Hits", detail.hits ?? "–"], ["Tokens", tokenRange(detail)]);
-    if (Number.isInteger(detail.parent_block) && detail.parent_block >= 0) cells.push(["Follows", this.link(detail.parent_block)]);
+    if (Number.isInteger(detail.parent_block) && detail.parent_block >= 0)
+      cells.push(["Follows", this.link(detail.parent_block)]);
     if (detail.children) cells.push(["Continued by", plural(detail.children, "block")]);
     if (detail.copies?.length) cells.push(["Same content", this.link(detail.copies[0])]);
     if (detail.pins?.length) cells.push(["Pins", detail.pins.join(", ")]);
-    if (detail.in_tier ?? this.pool.flags[this.block] & FLAG_IN_TIER) cells.push(["Disk tier", "holds a copy"]);
-    if (Number.isInteger(detail.eviction_rank) && detail.eviction_rank >= 0) cells.push(["Evicted", detail.eviction_rank === 0 ? "next" : `after ${plural(detail.eviction_rank, "other")}`]);
+    if (detail.in_tier ?? this.pool.flags[this.block] & FLAG_IN_TIER)
+      cells.push(["Disk tier", "holds a copy"]);
+    if (Number.isInteger(detail.eviction_rank) && detail.eviction_rank >= 0)
+      cells.push([
+        "Evicted",
+        detail.eviction_rank === 0 ? "next" : `after ${plural(detail.eviction_rank, "other")}`,
+      ]);
     if (detail.hash) cells.push(["Hash", detail.hash.slice(0, 16)]);
-    return cells.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value instanceof Node ? value : String(value))]);
+    return cells.flatMap(([name, value]) => [
+      el("dt", {}, name),
+      el("dd", {}, value instanceof Node ? value : String(value)),
+    ]);
   }
 
   link(block) {
@@ -100,9 +118,16 @@ export class Tooltip {
   }
 
   holders(holders) {
-    const shown = holders.slice(0, MAX_HOLDERS).map((holder) =>
-      el("li", {}, `${KINDS[holder.kind] ?? holder.kind} ${holder.name}`, holder.choice ? ` · choice ${holder.choice}` : ""),
-    );
+    const shown = holders
+      .slice(0, MAX_HOLDERS)
+      .map((holder) =>
+        el(
+          "li",
+          {},
+          `${KINDS[holder.kind] ?? holder.kind} ${holder.name}`,
+          holder.choice ? ` · choice ${holder.choice}` : "",
+        ),
+      );
     const more = holders.length - MAX_HOLDERS;
     if (more > 0) shown.push(el("li", {}, `and ${plural(more, "other")}`));
     return shown;
@@ -117,7 +142,8 @@ export class Tooltip {
     const fits = right + width + MARGIN < innerWidth;
     const left = fits ? right : Math.max(MARGIN, Math.min(x - width - MARGIN, innerWidth - width - MARGIN));
     let top = Math.min(y, innerHeight - height - MARGIN);
-    if (!fits && x - width - MARGIN < MARGIN) top = y + side + MARGIN + height < innerHeight ? y + side + MARGIN : y - height - MARGIN;
+    if (!fits && x - width - MARGIN < MARGIN)
+      top = y + side + MARGIN + height < innerHeight ? y + side + MARGIN : y - height - MARGIN;
     this.root.style.left = `${left}px`;
     this.root.style.top = `${Math.max(MARGIN, top)}px`;
   }
@@ -125,6 +151,7 @@ export class Tooltip {
 
 function tokenRange(detail) {
   if (!detail.token_ids?.length) return "–";
-  if (!Number.isInteger(detail.first_token) || detail.first_token < 0) return `${detail.token_ids.length}, of a text whose beginning is gone`;
+  if (!Number.isInteger(detail.first_token) || detail.first_token < 0)
+    return `${detail.token_ids.length}, of a text whose beginning is gone`;
   return `${detail.first_token} to ${detail.first_token + detail.token_ids.length - 1} of its text`;
 }

@@ -19,7 +19,10 @@ export class PrefixTree {
     this.open = new Set();
     this.focused = null;
     this.list.addEventListener("keydown", (event) => this.key(event));
-    this.search.addEventListener("input", debounced(() => this.restart(), 250));
+    this.search.addEventListener(
+      "input",
+      debounced(() => this.restart(), 250),
+    );
     this.sort.addEventListener("change", () => this.restart());
     this.poll = new Poll(() => this.load(), 4);
   }
@@ -52,7 +55,11 @@ export class PrefixTree {
   }
 
   async branch(parent, limit, cursor = "") {
-    const query = new URLSearchParams({ limit: String(Math.min(limit, MOST_NODES)), sort: this.sort.value, order: "desc" });
+    const query = new URLSearchParams({
+      limit: String(Math.min(limit, MOST_NODES)),
+      sort: this.sort.value,
+      order: "desc",
+    });
     if (this.wanted) query.set("q", this.wanted);
     else query.set("depth", "1");
     if (parent) query.set("parent", parent);
@@ -80,12 +87,17 @@ export class PrefixTree {
     this.draw();
   }
 
-  // --- drawing -------------------------------------------------------------------------------------------------
+  // --- drawing ---------------------------------------------------------------------------------------------
 
   draw() {
     const top = this.branches.get("") ?? { nodes: [], next: "", total: 0 };
     this.empty.hidden = top.nodes.length > 0;
-    say(this.empty, this.wanted ? `Nothing that is cached contains “${this.wanted}”.` : "Nothing is cached yet: send a request, and its prompt appears here.");
+    say(
+      this.empty,
+      this.wanted
+        ? `Nothing that is cached contains “${this.wanted}”.`
+        : "Nothing is cached yet: send a request, and its prompt appears here.",
+    );
     say(this.note, top.total ? plural(top.total, this.wanted ? "branch" : "root") : "");
     this.largest = Math.max(1, ...top.nodes.map((node) => whole(node).bytes));
     const had = this.list.contains(document.activeElement);
@@ -134,7 +146,7 @@ export class PrefixTree {
       "aria-level": level + 1,
       "aria-expanded": node.children ? String(open) : null,
       "data-hash": node.hash,
-      title: `${plural(node.blocks, "block")}${Number.isInteger(node.first_token) ? `, tokens ${node.first_token} to ${node.first_token + node.tokens - 1}` : ""}${node.children ? `, ${plural(node.children, "branch")}` : ""}`,
+      title: factsOf(node),
       onclick: (event) => {
         this.focused = node.hash;
         event.currentTarget.focus();
@@ -142,7 +154,14 @@ export class PrefixTree {
       },
       onfocus: () => (this.focused = node.hash),
     };
-    const row = el("div", properties, twist, el("span", { class: "prefix" }, text, ...badgesOf(node)), bar, ...figures);
+    const row = el(
+      "div",
+      properties,
+      twist,
+      el("span", { class: "prefix" }, text, ...badgesOf(node)),
+      bar,
+      ...figures,
+    );
     row.node = node;
     return indented(row, level);
   }
@@ -177,9 +196,18 @@ function figure(name, text) {
   return el("span", { class: `figure ${name}`, "data-name": name }, text);
 }
 
+function factsOf(node) {
+  const parts = [plural(node.blocks, "block")];
+  const first = node.first_token;
+  if (Number.isInteger(first)) parts.push(`tokens ${first} to ${first + node.tokens - 1}`);
+  if (node.children) parts.push(plural(node.children, "branch"));
+  return parts.join(", ");
+}
+
 function badgesOf(node) {
   const badges = [];
-  if (node.partial) badges.push(el("span", { class: "badge", title: "Its last block is not full" }, "partial"));
+  if (node.partial)
+    badges.push(el("span", { class: "badge", title: "Its last block is not full" }, "partial"));
   if (node.pinned) badges.push(el("span", { class: "badge", title: "Kept by a pin" }, "pinned"));
   if (node.in_tier) badges.push(el("span", { class: "badge", title: "In the disk tier" }, "disk"));
   return badges;
@@ -206,5 +234,10 @@ function highlight(node, text, wanted) {
     return;
   }
   const from = Math.max(0, place - 40);
-  node.append(from > 0 ? "…" : "", text.slice(from, place), el("mark", {}, text.slice(place, place + wanted.length)), text.slice(place + wanted.length));
+  node.append(
+    from > 0 ? "…" : "",
+    text.slice(from, place),
+    el("mark", {}, text.slice(place, place + wanted.length)),
+    text.slice(place + wanted.length),
+  );
 }
