@@ -47,10 +47,13 @@ class Collector:
         self._last: dict[str, Collection] = {}
         self.turn = asyncio.Lock()  # of those who work on a collection in a thread: one at a time
 
-    async def collect(self, owner: str, oldest: float = FRESH) -> Collection:
-        """Not older than `oldest` seconds. Raises ApiError 503."""
+    async def collect(self, owner: str, oldest: float = FRESH, boot_id: str = "") -> Collection:
+        """Not older than `oldest` seconds, nor of another start than `boot_id` if that is given. Raises
+        ApiError 503.
+        """
         last = self._last.get(owner)
-        if last is not None and time.monotonic() - last.made <= oldest:
+        fresh = last is not None and time.monotonic() - last.made <= oldest
+        if last is not None and fresh and boot_id in ("", last.at.boot_id):
             return last
         task = self._running.get(owner)
         if task is None:

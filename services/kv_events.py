@@ -24,7 +24,7 @@ from services.client_link import ClientLink
 from services.context import Context
 from services.errors import STOPPING, ApiError, invalid
 from services.kv_ask import Parameters, ask
-from services.kv_collect import Collection, Collector
+from services.kv_collect import FRESH, Collection, Collector
 from services.kv_contents import TOKEN_BYTES
 from services.kv_pages import text_bytes, unpacked
 from services.sse import KEEP_ALIVE, SSE_HEADERS, Answer
@@ -91,14 +91,15 @@ class Follower:
     async def events(self, snapshot: bool) -> AsyncIterator[bytes]:
         """Pieces of the stream; an empty one now and then while nothing happens. Ends by ApiError only."""
         if snapshot:
-            async for piece in self._snapshot():
+            async for piece in self._snapshot(FRESH):
                 yield piece
         while True:
             page = await self._page()
             if page.gap or page.at.boot_id != self.at.boot_id:
                 yield gap(self.at, page.at)
-                async for piece in self._snapshot():
+                async for piece in self._snapshot(0.0):
                     yield piece
+                await asyncio.sleep(PERIOD)
                 continue
             self.at = page.at
             tokenizer = self._context.model.tokenizer
@@ -112,8 +113,8 @@ class Follower:
         )
         return await ask(self._context.backend, query, EventsPage)
 
-    async def _snapshot(self) -> AsyncIterator[bytes]:
-        collection = await self._collector.collect(self._tenant)
+    async def _snapshot(self, oldest: float) -> AsyncIterator[bytes]:
+        collection = await self._collector.collect(self._tenant, oldest, self.at.boot_id)
         contents = collection.contents
         for start in range(0, max(1, len(contents)), CHUNK):
             yield snapshot_part(collection, start, last=start + CHUNK >= len(contents))
@@ -180,7 +181,7 @@ class EventStream:
         client = ClientLink(receive, send, self._config.client_timeout_seconds, lambda: None)
         try:
             await client.start(SSE_HEADERS)
-            await self._send(client, scope["app"].state.stopping)
+            await self._send(client, lambda: scope["app"].state.stopping())
             await client.end(last_words(STOPPING))
         except ApiError as error:
             await client.end(last_words(error))

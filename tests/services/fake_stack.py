@@ -340,6 +340,7 @@ class Stack:
         for number, listener in enumerate(self._sockets):
             config = FrontendConfig(pool_directory=self.pool_directory, **self._settings)
             app = make_app(config, self.model, f"frontend-{number}", self.fatal.append)
+            self.app = app  # of the last one
             server = uvicorn.Server(
                 uvicorn.Config(
                     app,

@@ -249,7 +249,7 @@ def test_one_collection_serves_all_who_ask_and_a_gap_starts_over() -> None:
     collector = collector_of(cache)
 
     async def many() -> list[Collection]:
-        return await asyncio.gather(*(collector.collect("") for _ in range(5)))
+        return await asyncio.gather(*(collector.collect("", boot_id=cache.boot_id) for _ in range(5)))
 
     found = asyncio.run(many())
     assert len({id(collection) for collection in found}) == 1

@@ -1,0 +1,207 @@
+"""GET /kv/events: a follower ends equal to the cache, whatever is lost on the way."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from services import kv_events
+from services.auth import tenant_of
+from services.kv_events import MAX_FOLLOWERS
+from tests.services.fake_cache import FakeCache
+from tests.services.fake_stack import Stack, wait_until
+
+ACME = tenant_of(b"acme")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Stack]:
+    with Stack(admin_keys="root", tenant_keys="acme") as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(shared: Stack) -> Stack:
+    boot = shared.manager.cache.boot_id
+    shared.manager.cache = FakeCache()
+    shared.manager.cache.boot_id = boot + "x"
+    return shared
+
+
+class Client:
+    """Reads a stream of events, in the stack's loop, and keeps what they say is cached."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.events: list[tuple[str, str, Any]] = []  # name, id, data
+        self.comments = 0
+        self.held: dict[str, int] = {}  # hash → tokens
+        self.last_id = ""
+        self._snapshot: dict[str, int] = {}
+
+    async def read(self, url: str, headers: dict[str, str], params: dict[str, str]) -> None:
+        name, place = "", ""
+        async with (
+            httpx.AsyncClient(timeout=20) as http,
+            http.stream("GET", url, headers=headers, params=params) as answer,
+        ):
+            self.status = answer.status_code
+            async for line in answer.aiter_lines():
+                if line.startswith("event: "):
+                    name, place = line[7:], ""
+                elif line.startswith("id: "):
+                    place = line[4:]
+                elif line.startswith("data: "):
+                    self._take(name, place, json.loads(line[6:]))
+                elif line.startswith(":"):
+                    self.comments += 1
+
+    def _take(self, name: str, place: str, data: Any) -> None:
+        if name == "snapshot":
+            self._snapshot |= {block["hash"]: block["num_tokens"] for block in data["blocks"]}
+            if data["last"]:
+                self.held, self._snapshot = self._snapshot, {}
+        elif name == "stored":
+            self.held[data["hash"]] = len(data["token_ids"])
+        elif name == "removed":
+            self.held.pop(data["hash"], None)
+        elif name == "cleared":
+            self.held.clear()
+        self.last_id = place or self.last_id
+        self.events.append((name, place, data))
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.events]
+
+
+@contextmanager
+def following(
+    stack: Stack, key: str = "root", since: Client | None = None, **params: str
+) -> Iterator[Client]:
+    """A client that goes away at the end; it may go on where another one was."""
+    headers, client = {"authorization": f"Bearer {key}"}, Client()
+    if since is not None:
+        headers["last-event-id"], client.held = since.last_id, since.held
+    reading = client.read(f"{stack.url}/kv/events", headers, params)
+    task = asyncio.run_coroutine_threadsafe(reading, stack.loop)
+    try:
+        wait_until(lambda: client.status == 200, "the stream")
+        yield client
+    finally:
+        task.cancel()
+
+
+def held(cache: FakeCache, tenant: str = "") -> dict[str, int]:
+    salt = bytes.fromhex(tenant)
+    return {b.hash.hex(): len(b.tokens) for b in cache.blocks if b is not None and b.salt.startswith(salt)}
+
+
+def in_step(client: Client, cache: FakeCache, tenant: str = "") -> Callable[[], bool]:
+    return lambda: (
+        client.held == held(cache, tenant)
+        and any(data["sequence"] == cache.at.sequence for _, _, data in client.events)
+    )
+
+
+def test_a_snapshot_then_what_changes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "CHUNK", 4)
+    cache = stack.manager.cache
+    cache.store([1] * 16 * 9 + [2])
+    with following(stack) as client:
+        wait_until(in_step(client, cache), "the snapshot")
+        assert client.names() == ["snapshot"] * 3
+        assert [data["last"] for _, _, data in client.events] == [False, False, True]
+        assert [place for _, place, _ in client.events] == ["", "", f"{cache.boot_id}:10"]
+        (number,) = stack.do(lambda: cache.store([3] * 5))
+        stack.do(lambda: cache.remove(9, "capacity", "cmpl-1-0"))
+        wait_until(in_step(client, cache), "the tail")
+        (_, first, stored), (_, second, removed) = client.events[-2:]
+        assert (stored["kind"], stored["block"], stored["token_ids"]) == ("stored", number, [3] * 5)
+        assert (removed["cause"], removed["request_id"], "text" in removed) == ("capacity", "cmpl-1-0", False)
+        assert (first, second) == (f"{cache.boot_id}:11", f"{cache.boot_id}:12")
+
+
+def test_a_client_goes_on_where_it_was(stack: Stack) -> None:
+    cache = stack.manager.cache
+    cache.store([1] * 40)
+    with following(stack) as client:
+        wait_until(in_step(client, cache), "the snapshot")
+    cache.store([2] * 40)
+    cache.remove(0)
+    with following(stack, since=client) as again:
+        wait_until(in_step(again, cache), "what it missed")
+        assert again.names() == ["stored"] * 3 + ["removed"]
+
+
+@pytest.mark.parametrize("how", ["forgotten", "restarted", "of the future"])
+def test_a_gap_is_said_and_followed_by_a_snapshot(stack: Stack, how: str) -> None:
+    cache = stack.manager.cache
+    cache.store([1] * 40)
+    with following(stack) as client:
+        wait_until(in_step(client, cache), "the snapshot")
+    cache.store([2] * 40)
+    if how == "forgotten":
+        cache.forget = 5
+    elif how == "restarted":
+        cache.boot_id += "y"
+    else:
+        client.last_id = f"{cache.boot_id}:99"
+    with following(stack, since=client) as again:
+        wait_until(in_step(again, cache), "another snapshot")
+        assert again.names() == ["gap", "snapshot"]
+        assert again.events[0][1] == ""
+        assert again.events[0][2]["after"] == {"forgotten": 3, "restarted": 0, "of the future": 99}[how]
+
+
+def test_a_manager_that_starts_again_under_a_follower(stack: Stack) -> None:
+    cache = stack.manager.cache
+    cache.store([1] * 40)
+    with following(stack) as client:
+        wait_until(in_step(client, cache), "the snapshot")
+        fresh = FakeCache()
+        fresh.boot_id = cache.boot_id + "y"
+        fresh.store([5] * 16)
+        stack.do(lambda: setattr(stack.manager, "cache", fresh))
+        wait_until(in_step(client, fresh), "the other snapshot")
+        assert client.names() == ["snapshot", "gap", "snapshot"]
+
+
+def test_without_a_snapshot_and_a_tenants_own(stack: Stack) -> None:
+    cache = stack.manager.cache
+    cache.store([1] * 40)
+    with following(stack, snapshot="0") as client, following(stack, "acme") as tenant:
+        wait_until(lambda: tenant.names() == ["snapshot"], "its empty snapshot")
+        stack.do(lambda: cache.store([2] * 16))
+        stack.do(lambda: cache.store([3] * 16, tenant=ACME))
+        wait_until(lambda: len(client.events) == 2, "both events")
+        wait_until(lambda: tenant.held == held(cache, ACME), "its own event")
+        assert client.names() == ["stored", "stored"]
+        assert tenant.names() == ["snapshot", "stored"]
+        assert tenant.events[1][2]["token_ids"] == [3] * 16
+
+
+def test_silence_is_broken_and_a_stopping_frontend_says_so() -> None:
+    with Stack(keep_alive_seconds=0.05) as stack, following(stack) as client:
+        wait_until(lambda: client.comments >= 2, "comments")
+        stack.app.state.stopping = lambda: True
+        wait_until(lambda: client.names()[-1:] == ["error"], "the last words")
+        assert client.events[-1][2]["error"]["code"] == "stopping"
+
+
+def test_followers_are_limited_and_a_head_is_no_stream(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, headers = f"{stack.url}/kv/events", {"authorization": "Bearer root"}
+    monkeypatch.setattr(kv_events, "MAX_FOLLOWERS", 1)
+    wait_until(
+        lambda: httpx.head(url, headers=headers, timeout=20).status_code == 200, "the end of earlier ones"
+    )
+    with following(stack):
+        refused = httpx.get(url, headers=headers, timeout=20)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_followers")
+    wait_until(lambda: httpx.head(url, headers=headers, timeout=20).status_code == 200, "its place")
+    assert MAX_FOLLOWERS > 1
+    wrong = httpx.get(url, headers={**headers, "last-event-id": "x"}, timeout=20)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "Last-Event-ID")
