@@ -12,8 +12,9 @@ keeps the queues, the index and the ledger in step, and notes the block in `chan
 its record must be written before any message that depends on it leaves.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
+from itertools import chain
 from typing import NamedTuple
 
 from kvmanager.children import Children
@@ -218,6 +219,10 @@ class BlockPool:
                 self.cached.append(block)
         else:
             self._free(block)
+
+    def evictable(self) -> Iterator[int]:
+        """Cached blocks in the order in which they are evicted if nothing else happens."""
+        return chain(self.backed, self.cached)
 
     def evict(self, block: int) -> None:
         """Forget what this cached block holds, whenever its turn would have come."""

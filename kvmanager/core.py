@@ -12,20 +12,25 @@ The caller carries effects out in their order: records, messages, copies, then s
 
 from collections.abc import Callable
 
-from kvmanager import admission, pressure, reports, sessions, submissions
+from kvmanager import admission, introspection, pressure, reports, sessions, submissions
 from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Frontend, Quarantine, Runner
-from kvmanager.introspection import statistics
 from kvmanager.pins import SavedPin
 from kvmanager.protocol import (
+    BlockQuery,
+    BlocksQuery,
     Cancel,
     Draining,
+    EventsQuery,
     Hello,
+    HoldersQuery,
     Layout,
     Pin,
     PinsQuery,
+    Query,
     Ready,
     Refused,
+    RequestsQuery,
     StatsQuery,
     StepReport,
     Submit,
@@ -154,6 +159,9 @@ class Core:
 
     def _dispatch(self, now: float, client: Frontend | Runner, message: ToManager) -> None:
         state = self.state
+        if isinstance(client, Frontend) and isinstance(message, Query):
+            self._ask(now, client, message)
+            return
         match client, message:
             case Runner(), StepReport():
                 self._report(now, client, message)
@@ -161,10 +169,6 @@ class Core:
                 submissions.submit(state, client, message, now)
             case Frontend(), Cancel():
                 submissions.cancel(state, client, message)
-            case Frontend(), StatsQuery():
-                state.send(client, statistics(state, message.query_id, now))
-            case Frontend(), Pin() | Unpin() | PinsQuery():
-                self._pins(now, client, message)
             case Runner(), Ready():
                 client.ready = True
                 state.admission_due = True
@@ -173,12 +177,26 @@ class Core:
             case _:
                 self.count_dropped()
 
+    def _ask(self, now: float, client: Frontend, message: Query) -> None:
+        state = self.state
+        match message:
+            case StatsQuery():
+                state.send(client, introspection.statistics(state, message.query_id, now))
+            case _ if introspection.fault(message):
+                self.count_dropped()
+            case Pin() | Unpin() | PinsQuery():
+                self._pins(now, client, message)
+            case BlocksQuery() | BlockQuery() | HoldersQuery() | RequestsQuery() | EventsQuery():
+                state.send(client, introspection.answer(state, message, now))
+            case _:
+                self.count_dropped()
+
     def _pins(self, now: float, client: Frontend, message: Pin | Unpin | PinsQuery) -> None:
         state = self.state
         if state.pool is not None:
             state.pins.expire(state.pool, now)
         fault = state.pins.apply(state.pool, message, admission.largest_request(state), now)
-        state.send(client, state.pins.answer(state.pool, message.query_id, now, fault))
+        state.send(client, state.pins.answer(state.pool, message, now, fault))
         state.admission_due = True
 
     def _report(self, now: float, runner: Runner, report: StepReport) -> None:

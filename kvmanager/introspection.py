@@ -1,9 +1,48 @@
 """What can be asked: frozen answers about the state."""
 
 from kvmanager.block_pool import SEALED, BlockPool
-from kvmanager.hashing import TOKEN_BYTES
-from kvmanager.protocol import At, PoolStats, RunnerStats, Stats, TierStats
+from kvmanager.hashing import TOKEN_BYTES, tenant_fault
+from kvmanager.holders import block_detail, holders_answer
+from kvmanager.pages import blocks_page, events_page
+from kvmanager.protocol import (
+    Answer,
+    AuditQuery,
+    BlockQuery,
+    BlocksQuery,
+    EventsQuery,
+    HoldersQuery,
+    PoolStats,
+    Query,
+    RequestsQuery,
+    RunnerStats,
+    Stats,
+    StatsQuery,
+    TierStats,
+)
+from kvmanager.request_pages import requests_page
 from kvmanager.state import State
+
+Readable = BlocksQuery | BlockQuery | HoldersQuery | RequestsQuery | EventsQuery
+
+
+def fault(message: Query) -> str:
+    """Why this question cannot even be refused: it comes from no frontend of ours. Empty for a good one."""
+    return tenant_fault(message.tenant) if not isinstance(message, StatsQuery | AuditQuery) else ""
+
+
+def answer(state: State, message: Readable, now: float) -> Answer:
+    """Changes nothing."""
+    match message:
+        case BlocksQuery():
+            return blocks_page(state, message, now)
+        case BlockQuery():
+            return block_detail(state, message, now)
+        case HoldersQuery():
+            return holders_answer(state, message, now)
+        case RequestsQuery():
+            return requests_page(state, message, now)
+        case EventsQuery():
+            return events_page(state, message)
 
 
 def statistics(state: State, query_id: int, now: float) -> Stats:
@@ -36,7 +75,7 @@ def statistics(state: State, query_id: int, now: float) -> Stats:
         recomputed_tokens=counters.recomputed_tokens,
         used_tokens=used_tokens(state, state.pool) if state.pool else 0,
         tier=tier_statistics(state),
-        at=At(state.boot_id, 0),
+        at=state.at(),
     )
 
 

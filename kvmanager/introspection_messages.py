@@ -106,13 +106,16 @@ class PlanAnswer(Message, frozen=True, tag=True):
 
 
 class BlocksQuery(Message, frozen=True, tag=True):
-    """Blocks `first` to `first + limit`, with or without what they hold."""
+    """Blocks `first` to `first + limit`, with or without what they hold; or slots of the tier, as if they
+    were blocks.
+    """
 
     query_id: int
     first: int = 0
     limit: int = MAX_PAGE
     content: bool = False
     tenant: str = ""
+    tier: Literal["pool", "disk"] = "pool"
 
 
 class BlocksPage(Message, frozen=True, tag=True):
@@ -133,7 +136,7 @@ class BlocksPage(Message, frozen=True, tag=True):
     ages: tuple[float, ...]  # seconds since it was sealed; 0 unless sealed or cached
     flags: bytes  # FLAG_… or-ed
     generations: tuple[int, ...] = ()  # from here on only with `content`
-    hashes: tuple[bytes, ...] = ()
+    hashes: tuple[bytes, ...] = ()  # empty where nothing is found: also after a forced Clear
     parents: tuple[bytes, ...] = ()
     tokens: tuple[bytes, ...] = ()  # packed, 4 bytes each, little-endian
     salts: tuple[bytes, ...] = ()
@@ -252,12 +255,15 @@ class Lookup(Message, frozen=True):
     waited_seconds: float = 0.0
 
 
+RequestKind = Literal[
+    "waiting", "waiting_for_prefix", "waiting_for_tier", "running", "preempting", "cancelling", "ended"
+]
+
+
 class RequestInfo(Message, frozen=True):
     request_id: str
     frontend: str
-    state: Literal[
-        "waiting", "waiting_for_prefix", "waiting_for_tier", "running", "preempting", "cancelling", "ended"
-    ]
+    state: RequestKind
     priority: int
     age: float  # seconds since it arrived
     attempt: int

@@ -130,9 +130,9 @@ def _pins(state: State, pool: BlockPool) -> Iterator[str]:
         yield f"{len(pins.uses)} blocks are pinned and {pins.budget(pool)} may be"
     if pins.uses and largest_request(state) > pins.usable(pool):
         yield f"a request of {largest_request(state)} blocks does not fit beside the pins"
-    for name, pin in pins.by_name.items():
-        if pin.name != name or not pin.blocks or any(pool.state[block] != SEALED for block in pin.blocks):
-            yield f"{pin.describe()} is kept as {name!r} or holds a block that is not sealed"
+    for key, pin in pins.by_name.items():
+        if pin.key != key or not pin.blocks or any(pool.state[block] != SEALED for block in pin.blocks):
+            yield f"{pin.describe()} is kept as {key!r} or holds a block that is not sealed"
 
 
 def _sessions(state: State) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """Ledger: who holds which block, and so why it is not free."""
 
+from collections.abc import Iterable, Iterator
+
 
 class Holder:
     """Someone who keeps blocks in use. `owner_tag` names in their records the process that writes them."""
@@ -51,6 +53,14 @@ class Ledger:
 
     def holders(self, block: int) -> tuple[Holder, ...]:
         return self._holders[block]
+
+    def ref_counts(self, first: int, end: int) -> bytearray:
+        """Of blocks `first` to `end`, each at most 255."""
+        return bytearray([min(count, 255) for count in map(len, self._holders[first:end])])
+
+    def counts_of(self, blocks: Iterable[int]) -> Iterator[int]:
+        """Holders of each of these."""
+        return map(len, map(self._holders.__getitem__, blocks))
 
     def ref_count(self, block: int) -> int:
         return len(self._holders[block])

@@ -26,19 +26,28 @@ class SavedPin(NamedTuple):
     expires_at: float  # seconds, of the clock that the core is given
     num_tokens: int
     hashes: tuple[bytes, ...]
+    tenant: str = ""
 
 
 class NamedPin(Holder):
     """A holder of the first blocks of a text; of the last of them perhaps only a part is of the text."""
 
-    __slots__ = ("blocks", "expires_at", "name", "num_tokens")
+    __slots__ = ("blocks", "expires_at", "name", "num_tokens", "tenant")
 
-    def __init__(self, name: str, expires_at: float, blocks: list[int], num_tokens: int) -> None:
+    def __init__(
+        self, name: str, expires_at: float, blocks: list[int], num_tokens: int, tenant: str = ""
+    ) -> None:
         super().__init__(NO_OWNER)
         self.name = name
+        self.tenant = tenant
         self.expires_at = expires_at  # seconds
         self.blocks = blocks
         self.num_tokens = num_tokens
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """No two pins have the same: names are per tenant."""
+        return (self.tenant, self.name)
 
     def describe(self) -> str:
         return f"pin {self.name!r}"
@@ -51,7 +60,7 @@ class Pins:
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.by_name: dict[str, NamedPin] = {}
+        self.by_name: dict[tuple[str, str], NamedPin] = {}  # by tenant and name
         self.uses: Counter[int] = Counter()  # pinned block → by how many pins
         self.changed = False  # what is saved is no longer right
 
@@ -65,7 +74,7 @@ class Pins:
 
     def blocks_with(self, pin: NamedPin) -> int:
         """How many blocks would be pinned if `pin` came, in place of that of its name."""
-        old = self.by_name.get(pin.name)
+        old = self.by_name.get(pin.key)
         left = self.uses - Counter(old.blocks) if old is not None else self.uses
         return len(left.keys() | set(pin.blocks))
 
@@ -74,14 +83,18 @@ class Pins:
         for block in pin.blocks:
             pool.hold(block, pin)
         self.uses.update(pin.blocks)
-        if pin.name in self.by_name:
-            self.remove(pool, pin.name)
-        self.by_name[pin.name] = pin
+        if pin.key in self.by_name:
+            self.remove(pool, pin.key)
+        self.by_name[pin.key] = pin
         self.changed = True
 
-    def remove(self, pool: BlockPool, name: str) -> None:
+    def of(self, tenant: str) -> list[NamedPin]:
+        """Those of a tenant; of none: all."""
+        return [pin for pin in self.by_name.values() if tenant in ("", pin.tenant)]
+
+    def remove(self, pool: BlockPool, key: tuple[str, str]) -> None:
         """The last block first, so that a chain's tail is evicted before its head."""
-        pin = self.by_name.pop(name)
+        pin = self.by_name.pop(key)
         for block in reversed(pin.blocks):
             pool.release(block, pin)
             self.uses[block] -= 1
@@ -91,9 +104,9 @@ class Pins:
 
     def expire(self, pool: BlockPool, now: float) -> None:
         """Let go of those whose time is over."""
-        over = [pin.name for pin in self.by_name.values() if pin.expires_at <= now]
-        for name in over:
-            self.remove(pool, name)
+        over = [pin.key for pin in self.by_name.values() if pin.expires_at <= now]
+        for key in over:
+            self.remove(pool, key)
 
     def saved(self, pool: BlockPool) -> list[SavedPin]:
         """What `restore` needs."""
@@ -103,6 +116,7 @@ class Pins:
                 pin.expires_at,
                 pin.num_tokens,
                 tuple(pool.block_hash[block] for block in pin.blocks),
+                pin.tenant,
             )
             for pin in self.by_name.values()
         ]
@@ -115,18 +129,24 @@ class Pins:
         for each in saved:
             blocks = _chain(pool, each.hashes)
             held = sum(len(pool.tokens[block]) // TOKEN_BYTES for block in blocks)
-            pin = NamedPin(each.name, each.expires_at, blocks, min(each.num_tokens, held))
+            tokens = min(each.num_tokens, held)
+            pin = NamedPin(each.name, each.expires_at, blocks, tokens, each.tenant)
             if blocks and each.expires_at > now and self.blocks_with(pin) <= self.budget(pool):
                 self.add(pool, pin)
         self.changed = bool(saved)
 
-    def answer(self, pool: BlockPool | None, query_id: int, now: float, fault: "Fault | None") -> PinsAnswer:
-        """Every pin by name, and why a message was refused."""
-        pins = sorted(self.by_name.values(), key=lambda pin: pin.name)
+    def answer(
+        self, pool: BlockPool | None, message: Pin | Unpin | PinsQuery, now: float, fault: "Fault | None"
+    ) -> PinsAnswer:
+        """The tenant's pins by name, and why the message was refused. A query for no tenant is for all."""
+        every = isinstance(message, PinsQuery) and not message.tenant
+        listed = [pin for pin in self.by_name.values() if every or pin.tenant == message.tenant]
+        pins = sorted(listed, key=lambda pin: pin.name)
+        uses = self.uses if not message.tenant else {block for pin in pins for block in pin.blocks}
         return PinsAnswer(
-            query_id,
+            message.query_id,
             tuple(Pinned(pin.name, len(pin.blocks), pin.num_tokens, pin.expires_at - now) for pin in pins),
-            len(self.uses),
+            len(uses),
             self.budget(pool) if pool else 0,
             fault.code if fault else "",
             fault.message if fault else "",
@@ -142,15 +162,15 @@ class Pins:
                     return Fault("not_ready", "there is no block pool yet: no runner has come")
                 return self._pin(pool, message, largest_request, now)
             case Unpin():
-                if pool is None or message.name not in self.by_name:
+                if pool is None or (message.tenant, message.name) not in self.by_name:
                     return Fault("not_found", f"there is no pin {message.name[:MAX_NAME_CHARS]!r}")
-                self.remove(pool, message.name)
+                self.remove(pool, (message.tenant, message.name))
         return None
 
     def _pin(self, pool: BlockPool, message: Pin, largest_request: int, now: float) -> "Fault | None":
         if (wrong := _why_malformed(message)) is not None:
             return Fault("invalid_request", wrong)
-        if message.name not in self.by_name and len(self.by_name) >= MAX_PINS:
+        if (message.tenant, message.name) not in self.by_name and len(self.by_name) >= MAX_PINS:
             return Fault("pin_budget", f"there are {MAX_PINS} pins already; remove one first")
         pin = find(pool, message, now)
         if not pin.blocks:
@@ -167,12 +187,12 @@ class Pins:
                 f"pin_budget allows {budget} of {pool.num_blocks}; remove a pin, or pin fewer tokens",
             )
         if largest_request > pool.num_blocks - total:
-            return Fault(
-                "pin_busy",
+            needs = (
                 f"a request that is live now may need {largest_request} blocks, and beside {total} pinned "
-                f"ones {pool.num_blocks - total} of {pool.num_blocks} would be left; "
-                "try again when it has ended",
             )
+            left = f"ones {pool.num_blocks - total} of {pool.num_blocks} would be left; "
+            reason = "not enough would be left for what runs now; " if message.tenant else needs + left
+            return Fault("pin_busy", f"{reason}try again when it has ended")
         self.add(pool, pin)
         return None
 
@@ -188,10 +208,10 @@ def find(pool: BlockPool, message: Pin, now: float) -> NamedPin:
     """The longest prefix that is cached, of which no block is held yet by this pin."""
     # A lookup leaves the last token to be computed: one more is given, so that it looks for all of these.
     group = Group(token_array(message.token_ids), (0,), (0,))
-    found = group.lookup(pool, salt_digest(message.cache_salt))
+    found = group.lookup(pool, salt_digest(message.cache_salt, message.tenant))
     blocks = [*found.blocks, found.source] if found.num_shared else found.blocks
     num_tokens = len(found.blocks) * pool.block_size + found.num_shared
-    return NamedPin(message.name, now + message.ttl, blocks, num_tokens)
+    return NamedPin(message.name, now + message.ttl, blocks, num_tokens, message.tenant)
 
 
 def _why_malformed(message: Pin) -> str | None:

@@ -42,6 +42,11 @@ class PrefixIndex:
             del self._copies[block_hash]
         return False
 
+    def blocks(self, block_hash: bytes) -> tuple[int, ...]:
+        """All with this content, the primary first."""
+        block = self._primary.get(block_hash)
+        return () if block is None else (block, *self._copies.get(block_hash, ()))
+
     def entries(self) -> dict[bytes, list[int]]:
         """All blocks by hash, the primary first (a copy, for audits)."""
         return {key: [block, *self._copies.get(key, ())] for key, block in self._primary.items()}

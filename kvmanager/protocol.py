@@ -52,6 +52,7 @@ from kvmanager.introspection_messages import PlanAnswer as PlanAnswer
 from kvmanager.introspection_messages import PlanQuery as PlanQuery
 from kvmanager.introspection_messages import ProcessInfo as ProcessInfo
 from kvmanager.introspection_messages import RequestInfo as RequestInfo
+from kvmanager.introspection_messages import RequestKind as RequestKind
 from kvmanager.introspection_messages import RequestsPage as RequestsPage
 from kvmanager.introspection_messages import RequestsQuery as RequestsQuery
 from kvmanager.introspection_messages import SequenceInfo as SequenceInfo

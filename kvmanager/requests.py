@@ -11,7 +11,7 @@ from kvmanager.block_pool import BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Frontend, Runner
 from kvmanager.hashing import block_hash, salt_digest, token_array
-from kvmanager.protocol import Choice, Lookup, Submit
+from kvmanager.protocol import Choice, Lookup, RequestInfo, RequestKind, SequenceInfo, Submit
 
 
 class RequestState(Enum):
@@ -99,6 +99,7 @@ class Request:
         "promoted",
         "prompt",
         "salt",
+        "serial",
         "state",
         "submit",
         "waited_for",
@@ -108,6 +109,7 @@ class Request:
     def __init__(self, frontend: Frontend, submit: Submit, serial: int) -> None:
         self.frontend = frontend
         self.submit = submit
+        self.serial = serial
         self.order = (submit.priority, submit.arrival, serial)
         self.prompt = token_array(submit.prompt_token_ids)
         self.max_length = len(self.prompt) + submit.sampling.max_tokens  # tokens of a choice, prompt included
@@ -131,11 +133,41 @@ class Request:
         """Choices that a start of it runs."""
         return sum([len(group.choices) for group in self.groups])
 
+    def describe(
+        self, kind: RequestKind, now: float, runner: str = "", sequences: tuple[SequenceInfo, ...] = ()
+    ) -> RequestInfo:
+        """As it is to be told."""
+        submit = self.submit
+        return RequestInfo(
+            submit.request_id,
+            self.frontend.hello.name,
+            kind,
+            submit.priority,
+            now - submit.arrival,
+            submit.attempt,
+            len(self.prompt),
+            submit.sampling.max_tokens,
+            len(submit.choices),
+            self.preemptions,
+            runner,
+            self.lookup,
+            sequences,
+        )
+
     def group(self, choices: tuple[Choice, ...]) -> list[Group]:
         by_output: dict[tuple[int, ...], list[int]] = {}
         for choice in choices:
             by_output.setdefault(choice.output_token_ids, []).append(choice.index)
         return [Group(self.prompt, tuple(indices), output) for output, indices in by_output.items()]
+
+
+class Ended(NamedTuple):
+    """What is kept of a request that is over; `info` is of its end."""
+
+    serial: int
+    tenant: str
+    arrival: float  # seconds
+    info: RequestInfo
 
 
 class ActiveStart:

@@ -1,17 +1,21 @@
 """Everything that the manager's core knows, and what an event makes it do: the effects."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
 from kvmanager.block_pool import BlockPool
+from kvmanager.block_table import Sequence
 from kvmanager.clients import Client, Frontend, Quarantine, Runner
+from kvmanager.hashing import tenant_bytes
 from kvmanager.in_flight import InFlight
 from kvmanager.pins import Pins, SavedPin
-from kvmanager.requests import ActiveStart, Request, RequestState, StartState, WaitingQueue
+from kvmanager.protocol import At
+from kvmanager.requests import ActiveStart, Ended, Request, RequestState, StartState, WaitingQueue
 from kvmanager.tiering import Tiering
 from kvmanager.tiers import Copy
 
+MAX_ENDED = 256  # requests that are gone, kept for those who ask
 MAX_REMEMBERED = 8192  # requests that are gone, kept to answer a repeated Submit
 
 
@@ -73,6 +77,7 @@ class State:
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
         self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()
+        self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self.counters = Counters()
         self.last_client_id = 0
         self.last_start_id = 0
@@ -83,6 +88,20 @@ class State:
 
     def send(self, client: Client, message: Any) -> None:
         self.effects.messages.append((client.client_id, message))
+
+    def at(self) -> At:
+        """Which state this is, for answers."""
+        return At(self.boot_id, self.pool.log.last if self.pool is not None else 0)
+
+    def sequences(self, tenant: str = "") -> list[Sequence]:
+        """Every sequence that runs; or those of a tenant alone."""
+        prefix = tenant_bytes(tenant)
+        return [
+            sequence
+            for active in self.actives()
+            if active.request.salt.startswith(prefix)
+            for sequence in active.sequences.values()
+        ]
 
     def actives(self) -> list[ActiveStart]:
         """Every start on every runner."""
@@ -97,6 +116,8 @@ class State:
             self.waiting.remove(request)
             self.admission_due = True
         request.state = RequestState.GONE
+        submit, info = request.submit, request.describe("ended", 0.0)
+        self.ended.append(Ended(request.serial, submit.tenant, submit.arrival, info))
         frontend: Frontend = request.frontend
         del frontend.requests[request.submit.request_id]
         self.gone[(frontend.client_id, request.submit.request_id)] = (request.submit.attempt, request.counted)

@@ -9,7 +9,7 @@ decides: a `Copy` says what to do, and `demoted` or `promoted` tells how it went
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvmanager.event_log import EventLog
@@ -64,6 +64,7 @@ class Tier:
     """`num_slots` places; `kept`: what an earlier start left in them, used longest ago first."""
 
     __slots__ = (
+        "_by_slot",
         "_entries",
         "_failures_in_a_row",
         "_free",
@@ -85,6 +86,9 @@ class Tier:
         self._entries: OrderedDict[bytes, tuple[int, Content]] = OrderedDict(
             (content.block_hash, (slot, content)) for slot, content in kept
         )
+        self._by_slot: list[Content | None] = [None] * num_slots
+        for slot, content in self._entries.values():
+            self._by_slot[slot] = content
         taken = {slot for slot, _ in self._entries.values()}
         self._free = [slot for slot in reversed(range(num_slots)) if slot not in taken]
         self.demoting: dict[bytes, Copy] = {}  # under way, by block hash
@@ -119,6 +123,14 @@ class Tier:
     def contents(self) -> list[tuple[int, Content]]:
         """All that can be found with its slot, used longest ago first (a copy, for audits)."""
         return list(self._entries.values())
+
+    def contents_by_hash(self) -> Mapping[bytes, tuple[int, Content]]:
+        """Slot and content of all that can be found; the tier's own, only to look at."""
+        return self._entries
+
+    def slots(self, first: int, end: int) -> list[Content | None]:
+        """What these slots hold that can be found."""
+        return self._by_slot[first:end]
 
     # --- to the tier ------------------------------------------------------------------------------------
 
@@ -178,11 +190,13 @@ class Tier:
     def _keep(self, slot: int, content: Content) -> None:
         """From now on this is found here."""
         self._entries[content.block_hash] = (slot, content)
+        self._by_slot[slot] = content
         self.log.stored(content.block_hash, content.parent_hash, content.tokens, content.salt, slot, "disk")
 
     def _drop(self, block_hash: bytes) -> int:
         """From now on it is not. Returns its slot."""
         slot, content = self._entries.pop(block_hash)
+        self._by_slot[slot] = None
         self.log.removed(block_hash, content.parent_hash, content.salt, slot, "disk")
         return slot
 

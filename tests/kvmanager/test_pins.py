@@ -179,7 +179,7 @@ def test_a_block_that_is_lost_shortens_the_pin() -> None:
     scene.pin()
     pins = scene.core.state.pins
     for lost, tokens in enumerate((0, 4, 8)):
-        blocks = pins.by_name["p"].blocks
+        blocks = pins.by_name["", "p"].blocks
         core = restarted(scene, pins.saved(scene.pool), damaged=blocks[lost])
         assert [pin.num_tokens for pin in core.state.pins.by_name.values()] == ([tokens] if tokens else [])
 
