@@ -17,8 +17,6 @@ from kvmanager.protocol import Lookup, Rejected, SequenceStart, Start
 from kvmanager.requests import ActiveStart, Found, Group, Request, RequestState
 from kvmanager.state import State
 
-MAX_BACKOFF = 4  # preemptions after which the room asked for a restart no longer grows
-
 
 class Plan(NamedTuple):
     """What a start would take: for each group what the cache has of it, and how many fresh blocks."""
@@ -50,8 +48,17 @@ def num_cached(pool: BlockPool, blocks: set[int]) -> int:
 
 
 def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:
-    room = pool.available - (plan.cached_hits + plan.cached_sources if pool.may_evict else 0)
-    return plan.new_blocks + headroom(state, pool, request) <= room
+    """Whether there are blocks for this start, and enough are left then for what runs to grow, if anything
+    does. To say how many takes long, and there are most often more than are ever left for it.
+    """
+    room = pool.available - plan.new_blocks
+    if pool.may_evict:
+        room -= plan.cached_hits + plan.cached_sources
+    least = int(state.policy.watermark * pool.num_blocks)
+    most = int(state.policy.growth_room * pool.num_blocks)
+    if room >= max(least, most) or not any(runner.seats for runner in state.runners):
+        return room >= 0
+    return room >= least and room >= min(most, pressure.expected_growth(state, pool, request))
 
 
 def without_copies(plan: Plan) -> Plan:
@@ -134,18 +141,6 @@ def pick_runner(state: State, request: Request) -> Runner | None:
         if runner.free_seats() >= num_choices and runner.hello.max_model_len >= request.max_length
     ]
     return min(able, key=lambda runner: runner.seats, default=None)
-
-
-def headroom(state: State, pool: BlockPool, request: Request) -> int:
-    """Blocks that must stay available beside those of this start, so that running sequences can grow.
-
-    A request that was preempted asks for a block per running sequence and preemption, so that it is not
-    preempted again at once. With nothing running nobody else needs room.
-    """
-    seats = sum([runner.seats for runner in state.runners])
-    if not seats:
-        return 0
-    return int(state.policy.watermark * pool.num_blocks) + seats * min(request.preemptions, MAX_BACKOFF)
 
 
 def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> bytes | None:

@@ -22,6 +22,7 @@ class Sequence(Holder):
         "choice",
         "last_hash",
         "num_computed",
+        "num_reused",
         "num_sealed",
         "num_settled",
         "pending_forks",
@@ -51,6 +52,7 @@ class Sequence(Holder):
         self.salt = salt
         self.table: list[int] = []
         self.num_sealed = 0  # blocks
+        self.num_reused = 0  # blocks at the table's beginning that others may hold as well
         self.num_computed = 0  # tokens
         self.last_hash = root  # of block num_sealed - 1
         self.pending_forks = pending_forks
@@ -70,7 +72,7 @@ class Sequence(Holder):
             pool.hits[block] += 1
             self.table.append(block)
             self.last_hash = pool.block_hash[block]
-        self.num_sealed = len(self.table)
+        self.num_sealed = self.num_reused = len(self.table)
         self.num_computed = self.num_sealed * pool.block_size
 
     def copy_from(self, pool: BlockPool, source: int, num_tokens: int) -> None:
@@ -116,6 +118,7 @@ class Sequence(Holder):
         child.table = self.table[:]
         child.request_id = self.request_id
         child.num_sealed = self.num_sealed
+        child.num_reused = len(self.table)
         child.num_computed = self.num_computed
         return child
 

@@ -45,6 +45,37 @@ def relieve(state: State, pool: BlockPool, now: float) -> None:
         preempt(state, max(running, key=order))
 
 
+def expected_growth(state: State, pool: BlockPool, request: Request) -> int:
+    """Blocks that what runs and `request` will need beyond those that have ended until then give back, when
+    that is most.
+
+    All are taken to get a token per step, and each as many as is usual. What they begin with may be shared,
+    and so does not come back for sure.
+    """
+    size, share = pool.block_size, state.usual_share
+    streams = [
+        (
+            share * (active.request.max_length - len(sequence.tokens)),
+            len(sequence.table) - sequence.num_reused,
+        )
+        for active in state.actives()
+        for sequence in active.sequences.values()
+        for _ in range(1 + len(sequence.pending_forks))
+    ]
+    streams += [
+        (share * (request.max_length - len(group.tokens)), 0)
+        for group in request.groups
+        for _ in group.choices
+    ]
+    streams.sort()
+    growing, returned, most = len(streams), 0.0, 0.0
+    for left, held in streams:
+        most = max(most, growing * left / size - returned)
+        returned += held + left / size
+        growing -= 1
+    return int(most)
+
+
 def settled(state: State, now: float) -> list[ActiveStart]:
     """What runs, on runners that are heard of; none if some of that is giving way already."""
     actives = [active for active in state.actives() if now - active.runner.last_heard < SILENCE]

@@ -27,6 +27,7 @@ from kvmanager.requests import ActiveStart, RequestState
 from kvmanager.state import State
 
 MAX_CREDITS_WANTED = 1 << 20
+SHARE_MEMORY = 16  # sequences that have ended, after which what they came to counts for a third
 MAX_TOKEN_ID = (1 << 32) - 1
 
 Key = tuple[int, int]
@@ -244,6 +245,9 @@ def end(
         runner.finished.append(
             (request.frontend.client_id, request.submit.request_id, request.submit.attempt)
         )
+    if item.reason in ("finished", "cancelled"):
+        share = (len(sequence.tokens) - len(request.prompt)) / request.submit.sampling.max_tokens
+        state.usual_share += (share - state.usual_share) / SHARE_MEMORY
     sequence.release(pool)
     if not active.sequences:
         finish(state, active)

@@ -7,7 +7,7 @@ is damaged and so does not say which), else it is free.
 
 from collections.abc import Sequence
 
-from kvmanager.block_pool import RESERVED, SEALED, BlockPool, BlockRecord
+from kvmanager.block_pool import FREE, RESERVED, SEALED, BlockPool, BlockRecord
 from kvmanager.clients import Quarantine, owner_tag
 from kvmanager.event_log import EventLog
 from kvmanager.hashing import TOKEN_BYTES, block_hash
@@ -45,7 +45,7 @@ def restore_pool(
         if quarantine is not None and survivors:
             pool.restore_quarantined(block, quarantine)
             quarantine.blocks.append(block)
-        if suspect:
+        if record is None or record.state != FREE:
             pool.changed.add(block)
     for block in eviction_order(sealed):
         pool.restore(block, sealed[block])

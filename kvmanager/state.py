@@ -29,6 +29,7 @@ class Policy:
     prefix_wait: float = 10.0  # seconds without progress after which nobody waits for a sequence's prefix
     resume: str = "auto"  # how content comes back from the tier: see Tiering
     pin_budget: float = 0.25  # share of the pool that pins may hold
+    growth_room: float = 0.2  # share of the pool that starts leave to the growth of what runs, at most
 
 
 class Effects:
@@ -84,6 +85,7 @@ class State:
         self.last_serial = 0
         self.last_runner_seen = now  # seconds; for as long as there is none
         self.admission_due = False  # something changed that may let a request start
+        self.usual_share = 1.0  # of the tokens that requests may still have, what they come to have
         self.effects = Effects()
 
     def send(self, client: Client, message: Any) -> None:

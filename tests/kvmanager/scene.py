@@ -27,7 +27,7 @@ class Scene:
 
     def __init__(self, num_blocks: int = 16, **policy: Any) -> None:
         self.now = 0.0
-        self.core = Core("boot", "/pool", Policy(**{"watermark": 0.0, **policy}), 0.0)
+        self.core = Core("boot", "/pool", Policy(**{"watermark": 0.0, "growth_room": 0.0, **policy}), 0.0)
         if num_blocks:
             self.core.attach(BlockPool(num_blocks, LAYOUT))
         self.inbox: dict[int, list[Any]] = {}

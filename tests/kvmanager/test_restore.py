@@ -147,7 +147,8 @@ def test_damaged_records_are_free_and_rewritten_when_nobody_lives() -> None:
     found[7] = None
     core = start(found, ())
     assert pool_of(core).state[7] == FREE
-    assert core.tick(0.0).records == {7}
+    reserved = {block for block, record in enumerate(found) if record and record.state == RESERVED}
+    assert core.tick(0.0).records == {7} | reserved
     newest = max(record.generation for record in found if record is not None)
     assert pool_of(core).generation[7] == newest + 1
 

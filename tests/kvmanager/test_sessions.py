@@ -203,6 +203,37 @@ def test_the_watermark_keeps_room_while_others_run() -> None:
     assert scene.start(runner).request_id == "b"
 
 
+def test_a_start_leaves_room_for_what_runs_to_grow() -> None:
+    """Both may come to 24 tokens: two blocks more each, before the first gives any back."""
+    waiting = []
+    for num_blocks in (11, 10):
+        scene = Scene(num_blocks, growth_room=1.0)
+        scene.runner()
+        frontend = scene.frontend()
+        for name, token in (("a", 1), ("b", 2)):
+            scene.send(frontend, submission(name, [token] * 14, max_tokens=6))
+        waiting.append(len(scene.core.state.waiting))
+    assert waiting == [0, 1]
+
+
+def test_room_for_growth_is_what_is_usual_and_limited() -> None:
+    """Those who say 80 tokens and have had 8 are expected to have 8; never more than a share is kept free."""
+    scene = Scene(40, growth_room=1.0)
+    runner, frontend = scene.runner(), scene.frontend()
+    for number in range(100):
+        start, _ = scene.submit(frontend, runner, submission(f"r{number}", [1] * 8, max_tokens=80))
+        scene.end(runner, start, 8, new=(2,) * 8)
+    for name in ("a", "b", "c"):
+        scene.send(frontend, submission(name, [ord(name)] * 8, max_tokens=80))
+    assert not len(scene.core.state.waiting)
+    limited = Scene(40, growth_room=0.5)
+    limited.runner()
+    frontend = limited.frontend()
+    for name in ("a", "b", "c"):
+        limited.send(frontend, submission(name, [ord(name)] * 8, max_tokens=80))
+    assert not len(limited.core.state.waiting)
+
+
 def test_choices_that_have_gone_apart_run_in_turns_where_they_do_not_fit_together() -> None:
     scene = Scene(8)
     runner, frontend = scene.runner(), scene.frontend()

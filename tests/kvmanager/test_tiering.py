@@ -272,7 +272,7 @@ def test_what_an_earlier_start_has_left_is_found() -> None:
     scene.evict_all()
     kept = scene.tier.contents()
     again = TierScene(16)
-    again.core = Core("boot-2", "/pool", Policy(watermark=0.0), 0.0)
+    again.core = Core("boot-2", "/pool", Policy(watermark=0.0, growth_room=0.0), 0.0)
     again.tier = Tier(64, kept)
     again.core.attach(BlockPool(16, LAYOUT), tier=again.tier)
     again.front, again.run_on = again.frontend(), again.runner()
