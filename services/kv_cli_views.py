@@ -149,7 +149,7 @@ def runner(card: Json) -> Text:
 
 def columns(*names: str) -> Table:
     """A table with text on the left and figures on the right."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1), expand=True)
     table.add_column(names[0], ratio=1, no_wrap=True, overflow="ellipsis", min_width=12)
     for name in names[1:]:
         table.add_column(name, justify="right", no_wrap=True)
