@@ -118,7 +118,6 @@ class CallResponse:
             if not client.started:
                 raise STOPPING.again() from None
             await client.end(last_words(STOPPING))
-            raise
         except Exception:
             status = INTERNAL.status
             await client.end(last_words(INTERNAL))

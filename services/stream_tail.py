@@ -67,7 +67,6 @@ class Tail:
             if not client.started:
                 raise HANDED_OVER.again() from None
             await client.end(last_words(HANDED_OVER))
-            raise
         except Exception as error:
             await client.end(last_words(_in_words(error)))
             if not client.started or _in_words(error) is INTERNAL:
