@@ -31,6 +31,7 @@ from services.journal import Journals
 from services.metrics import Metrics
 from services.model_files import model_facts
 from services.models import ModelsRoute
+from services.openapi import openapi_route
 from services.redis_journal import RedisJournals
 from services.request_id import HEADER, RequestIds
 from services.streams import Streams
@@ -146,4 +147,5 @@ def make_routes(context: Context, streams: Streams) -> list[Route]:
         Route("/health", health.health),
         Route("/ready", health.ready),
         Route("/metrics", health.metrics),
+        openapi_route(),
     ]

@@ -411,6 +411,14 @@ class PinCard(msgspec.Struct):
     expires_in: float  # seconds
 
 
+class Nothing(msgspec.Struct):
+    """It was done; there is nothing to say."""
+
+
+class Ready(msgspec.Struct):
+    status: Literal["ready"]
+
+
 class PinList(msgspec.Struct):
     data: list[PinCard]
     pinned_blocks: int

@@ -34,7 +34,7 @@ _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
-_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
+RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("temperature", 0.0, 2.0),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
@@ -117,7 +117,7 @@ def check_common(body: GenerationRequest) -> None:
     """Everything that can be said without the model: unsupported fields, ranges. Raises ApiError 400."""
     for name in REFUSED:
         refuse(name, getattr(body, name, None))
-    for name, low, high in _RANGES:
+    for name, low, high in RANGES:
         value = getattr(body, name, None)
         if value is not None and not isinstance(value, bool) and not low <= value <= high:
             raise invalid(name, f"`{name}` is {value}; want {_number(low)} to {_number(high)}")
