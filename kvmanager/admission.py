@@ -6,7 +6,7 @@ A request starts with all its sequences or not at all; until everything is known
 changed.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvmanager import pressure
 from kvmanager.block_pool import CACHED, BlockPool
@@ -16,6 +16,7 @@ from kvmanager.event_log import NOBODY, Asker
 from kvmanager.protocol import Lookup, Rejected, SequenceStart, Start
 from kvmanager.requests import ActiveStart, Found, Group, Request, RequestState
 from kvmanager.state import State
+from kvmanager.tiering import Copies
 
 
 class Plan(NamedTuple):
@@ -159,6 +160,47 @@ def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> by
     return None
 
 
+class Decision(NamedTuple):
+    """What becomes of a request whose turn it is, and what has to be known for that."""
+
+    outcome: Literal["start", "wait_for_prefix", "wait_for_tier", "wait_for_room", "refuse"]
+    reason: str = ""  # of "refuse"
+    runner: Runner | None = None
+    plan: Plan | None = None  # None: nothing was looked up, as there is no seat for it anywhere
+    awaited: bytes = b""  # hash of the block that is being computed, of "wait_for_prefix"
+    copies: Copies | None = None  # of "wait_for_tier"
+    victims: tuple[ActiveStart, ...] = ()  # that would have to give way, of "wait_for_room"; one at a time
+
+
+def decide(state: State, pool: BlockPool, request: Request, now: float) -> Decision:
+    """Changes nothing, but leaves for later what of the request might not fit at once."""
+    if reason := why_it_never_fits(state, request):
+        return Decision("refuse", reason)
+    postpone(pool, request, state.pins.usable(pool))
+    runner = pick_runner(state, request)
+    if runner is None and not pressure.lower(state, request, now):
+        return Decision("wait_for_room")
+    plan = plan_start(pool, request)
+    if (digest := in_flight(state, pool, request, plan)) is not None:
+        return Decision("wait_for_prefix", "", runner, plan, digest)
+    if runner is None:
+        victims = pressure.seat_victims(state, request, now)
+        return Decision("wait_for_room", plan=plan, victims=victims)
+    if not fits(state, pool, request, plan):
+        smaller = without_copies(plan)
+        if any(runner.seats for runner in state.runners) or not fits(state, pool, request, smaller):
+            needed = plan.new_blocks + plan.cached_hits
+            victims = pressure.block_victims(state, pool, request, needed, now)
+            return Decision("wait_for_room", "", runner, plan, victims=victims)
+        plan = smaller
+    if state.tiering is not None:
+        hits = [found.blocks for found in plan.found]
+        copies = state.tiering.copies_for(pool, request, hits, now)
+        if copies is not None:
+            return Decision("wait_for_tier", "", runner, plan, copies=copies)
+    return Decision("start", "", runner, plan)
+
+
 def admit(state: State, now: float) -> None:
     """Start requests from the head of the queue for as long as the first one fits.
 
@@ -167,33 +209,24 @@ def admit(state: State, now: float) -> None:
     state.admission_due = False
     pool = state.pool
     while pool is not None and (request := state.waiting.first) is not None:
-        if reason := why_it_never_fits(state, request):
-            reject_waiting(state, request, "can_never_fit", reason)
-            continue
-        postpone(pool, request, state.pins.usable(pool))
-        runner = pick_runner(state, request)
-        if runner is None and not pressure.lower(state, request, now):
-            return
-        plan = plan_start(pool, request)
-        if (digest := in_flight(state, pool, request, plan)) is not None:
-            request.waited_for, request.waited_since = state.in_flight.producers[digest].request_id, now
-            state.in_flight.await_block(request, digest)
+        decision = decide(state, pool, request, now)
+        if decision.outcome == "refuse":
+            reject_waiting(state, request, "can_never_fit", decision.reason)
+        elif decision.outcome == "wait_for_prefix":
+            producer = state.in_flight.producers[decision.awaited]
+            request.waited_for, request.waited_since = producer.request_id, now
+            state.in_flight.await_block(request, decision.awaited)
             state.counters.prefix_waits += 1
-            continue
-        if runner is None:
-            pressure.make_seats(state, request, now)
+        elif decision.outcome == "start":
+            assert decision.runner is not None
+            assert decision.plan is not None
+            start(state, pool, request, decision.runner, decision.plan, now)
+        else:
+            if decision.victims:
+                pressure.preempt(state, decision.victims[0])
+            if decision.copies is not None and state.tiering is not None:
+                state.tiering.begin(pool, request, decision.copies, now)
             return
-        if not fits(state, pool, request, plan):
-            needed = plan.new_blocks + plan.cached_hits
-            plan = without_copies(plan)
-            if any(runner.seats for runner in state.runners) or not fits(state, pool, request, plan):
-                pressure.make_blocks(state, pool, request, needed, now)
-                return
-        if state.tiering is not None:
-            hits = [found.blocks for found in plan.found]
-            if state.tiering.must_wait(pool, request, hits, now):
-                return
-        start(state, pool, request, runner, plan, now)
 
 
 def reject_waiting(state: State, request: Request, code: str, message: str, retry_after: float = 0.0) -> None:

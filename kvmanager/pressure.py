@@ -93,23 +93,34 @@ def order(active: ActiveStart) -> tuple[int, float, int]:
     return active.request.order
 
 
-def make_seats(state: State, request: Request, now: float) -> None:
-    """Preempt for a request that finds no runner: the last of a lower priority on one that would take it."""
-    yielding = lower(state, request, now)
-    able = [runner for runner in state.runners if seats_for(runner, request, yielding)]
-    victims = [active for active in yielding if active.runner in able]
-    if victims:
-        preempt(state, max(victims, key=order))
-
-
-def make_blocks(state: State, pool: BlockPool, request: Request, needed: int, now: float) -> None:
-    """Preempt the last of a lower priority for a request that needs so many blocks, if all those together
-    hold enough.
+def seat_victims(state: State, request: Request, now: float) -> tuple[ActiveStart, ...]:
+    """What has to give way, one after the other, so that a runner could take this request: the last of a
+    lower priority first. Empty where that would not do.
     """
     yielding = lower(state, request, now)
-    held = {block for each in yielding for sequence in each.sequences.values() for block in sequence.table}
-    if yielding and pool.available + len(held) >= needed and not blocks_return(state, now):
-        preempt(state, max(yielding, key=order))
+    able = [runner for runner in state.runners if seats_for(runner, request, yielding)]
+    victims = sorted((active for active in yielding if active.runner in able), key=order, reverse=True)
+    for count in range(1, len(victims)):
+        if any(seats_for(runner, request, victims[:count]) for runner in able):
+            return tuple(victims[:count])
+    return tuple(victims)
+
+
+def block_victims(
+    state: State, pool: BlockPool, request: Request, needed: int, now: float
+) -> tuple[ActiveStart, ...]:
+    """What has to give way, one after the other, for a request that needs so many blocks: the last of a lower
+    priority first. Empty where all those together do not hold enough, or blocks come back anyhow.
+    """
+    victims: list[ActiveStart] = []
+    held: set[int] = set()
+    yielding = () if blocks_return(state, now) else lower(state, request, now)
+    for active in sorted(yielding, key=order, reverse=True):
+        if victims and pool.available + len(held) >= needed:
+            break
+        victims.append(active)
+        held.update(block for sequence in active.sequences.values() for block in sequence.table)
+    return tuple(victims) if pool.available + len(held) >= needed else ()
 
 
 def lower(state: State, request: Request, now: float) -> list[ActiveStart]:

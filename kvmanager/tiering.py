@@ -11,6 +11,7 @@ after `MAX_WAIT` without them. A block is found only after its copy's checksum w
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvmanager.block_pool import FREE, NO_OWNER, BlockPool
 from kvmanager.event_log import NOBODY, Asker
@@ -45,6 +46,15 @@ class Comeback(Holder):
 
     def describe(self) -> str:
         return f"copies of {self.pending} blocks from the disk tier"
+
+
+class Copies(NamedTuple):
+    """What a request waits for: `missing` are hashes of blocks that the tier has and the pool lacks, `found`
+    all blocks that are in the pool before, between and behind them.
+    """
+
+    missing: list[bytes]
+    found: list[int]
 
 
 class Tiering:
@@ -105,19 +115,20 @@ class Tiering:
 
     # --- up ---------------------------------------------------------------------------------------------
 
-    def must_wait(self, pool: BlockPool, request: Request, hits: Iterable[list[int]], now: float) -> bool:
-        """Whether `request`, for which there is room, shall wait for blocks from the tier. The first time
-        this begins their copies. `hits`: what each of its groups finds in the pool.
+    def copies_for(
+        self, pool: BlockPool, request: Request, hits: Iterable[list[int]], now: float
+    ) -> Copies | None:
+        """What `request`, for which there is room, shall wait for from the tier; None: for nothing. `hits`:
+        what each of its groups finds in the pool. Changes nothing.
         """
         if not request.submit.read_cache:
-            return False
-        missing, found = self._missing(pool, request, hits)
+            return None
+        copies = self._missing(pool, request, hits)
         if request.copies_until is None:
-            if not missing or not self._worth_it(request, len(missing), pool.block_size, now):
-                return False
-            request.copies_until = now + MAX_WAIT
-            self._begin(pool, request, missing, found, now)
-        return now < request.copies_until and any(digest in self.tier.promoting for digest in missing)
+            worth_it = copies.missing and self._worth_it(request, len(copies.missing), pool.block_size, now)
+            return copies if worth_it else None
+        under_way = any(digest in self.tier.promoting for digest in copies.missing)
+        return copies if under_way and now < request.copies_until else None
 
     def promoted(self, pool: BlockPool, copy: Copy, good: bool, seconds: float, now: float) -> None:
         """A copy up is over: the block is content if it went well, else it is free."""
@@ -134,12 +145,7 @@ class Tiering:
         while not comeback.pending and comeback.blocks:
             pool.release(comeback.blocks.pop(), comeback)
 
-    def _missing(
-        self, pool: BlockPool, request: Request, hits: Iterable[list[int]]
-    ) -> tuple[list[bytes], list[int]]:
-        """Hashes of the blocks that the tier has and the pool lacks, and all blocks that are in the pool
-        before, between and behind them.
-        """
+    def _missing(self, pool: BlockPool, request: Request, hits: Iterable[list[int]]) -> Copies:
         missing: dict[bytes, None] = {}
         found: dict[int, None] = {}
         for group, blocks in zip(request.groups, hits, strict=True):
@@ -152,7 +158,7 @@ class Tiering:
                     missing[digest] = None
                 else:
                     break
-        return list(missing), list(found)
+        return Copies(list(missing), list(found))
 
     def _worth_it(self, request: Request, num_blocks: int, block_size: int, now: float) -> bool:
         if any(now - comeback.began_at >= MAX_WAIT for comeback in self.comebacks.values()):
@@ -163,16 +169,19 @@ class Tiering:
             return False
         return self.tier.copy_is_cheaper(num_blocks, num_blocks * block_size, now)
 
-    def _begin(
-        self, pool: BlockPool, request: Request, missing: list[bytes], found: list[int], now: float
-    ) -> None:
-        """Hold what was found, then grant blocks for the rest: so none of it is evicted for them."""
-        wanted = [digest for digest in missing if digest not in self.tier.promoting]
-        request.promoted = len(missing)
+    def begin(self, pool: BlockPool, request: Request, copies: Copies, now: float) -> None:
+        """`request` waits for these: begin those that are not under way. Hold what was found, then grant
+        blocks for the rest: so none of it is evicted for them.
+        """
+        if request.copies_until is not None:
+            return
+        request.copies_until = now + MAX_WAIT
+        request.promoted = len(copies.missing)
+        wanted = [digest for digest in copies.missing if digest not in self.tier.promoting]
         if not wanted:
             return
         comeback = Comeback(now)
-        for block in found:
+        for block in copies.found:
             pool.hold(block, comeback)
             comeback.blocks.append(block)
         pool.log.asker = Asker(request.submit.request_id, request.salt)
