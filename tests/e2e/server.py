@@ -47,6 +47,7 @@ class Server:
             "dtype": "float32",
             "pool_bytes": "256M",
             "checked": True,
+            "threads": 1,  # several would wait for each other wherever something else computes
             "host": "127.0.0.1",
             **settings,
         }

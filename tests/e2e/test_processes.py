@@ -2,14 +2,12 @@
 
 import os
 import signal
-import threading
 
 import httpx
 import psutil
 
 from tests.e2e.server import Server, wait_until
-
-PROMPT = "The history of the city begins"
+from tests.e2e.streams import PROMPT, Streams
 
 
 def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm(tmp_path: object) -> None:
@@ -36,38 +34,22 @@ def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm(tmp_path: 
             assert answer["choices"][0]["text"] == text
 
 
-def kill_while_streaming(server: Server, kind: str, kills: int) -> None:
+def kill_while_streaming(server: Server, kind: str) -> None:
     """Four streams; SIGKILL one process of `kind`; every stream equals the undisturbed text."""
-    ask = {"prompt": PROMPT, "max_tokens": 120, "ignore_eos": True, "temperature": 0.9}
-    asks = [{**ask, "seed": seed} for seed in range(4)]
-    undisturbed = [server.text(**ask) for ask in asks]
-    texts: dict[int, str] = {}
-
-    def run(number: int) -> None:
-        chunks = server.stream(**asks[number])
-        texts[number] = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(kills):
-        wait_until(lambda: server.metrics().get("vllm:num_requests_running", 0) >= 1, "a running request")
+    with Streams(server):
         os.kill(server.children(kind)[0], signal.SIGKILL)
-    for thread in threads:
-        thread.join(120)
-    assert [texts.get(number) for number in range(4)] == undisturbed
 
 
 def test_a_killed_runner_costs_only_time() -> None:
     with Server(runners=2) as server:
-        kill_while_streaming(server, "gpu_runner", 1)
+        kill_while_streaming(server, "gpu_runner")
         wait_until(server.ready, "ready again", 60)
         wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
 
 
 def test_a_killed_manager_costs_only_time() -> None:
     with Server() as server:
-        kill_while_streaming(server, "kvmanager", 1)
+        kill_while_streaming(server, "kvmanager")
         wait_until(server.ready, "ready again", 60)
         wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
 

@@ -1,0 +1,31 @@
+"""Every process is asked to end in turn, under load: the supervisor starts another, and nothing is lost."""
+
+import os
+import signal
+
+from tests.e2e.server import Server, wait_until
+from tests.e2e.streams import Streams
+
+
+def restart(server: Server, kind: str) -> None:
+    """SIGTERM to one process of this kind, until there is another in its place."""
+    before = server.children(kind)
+    os.kill(before[0], signal.SIGTERM)
+    wait_until(
+        lambda: before[0] not in server.children(kind) and len(server.children(kind)) == len(before),
+        f"another {kind}",
+        60,
+    )
+    wait_until(server.ready, "ready again", 60)
+
+
+def test_a_rolling_restart_loses_nothing() -> None:
+    with Server(frontends=2, drain_seconds=120) as server, Streams(server, max_tokens=100) as streams:
+        restart(server, "gpu_runner")
+        assert streams.running == 4
+        assert server.metrics()["pagekeeper_resubmitted_requests_total"] == 0  # handed over, not lost
+        restart(server, "kvmanager")
+        for _ in range(2):
+            restart(server, "services")
+        streams.check()
+        wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
