@@ -103,7 +103,7 @@ class BlockPool:
         self.index = PrefixIndex()
         self.children = Children(self.tokens)
         self.of_salt: dict[bytes, set[int]] = {}
-        """Blocks in the index, by the salt that finds them."""
+        """Blocks in the index, by the salt that finds them; most have none, and are not here."""
         self.unfound: set[int] = set()
         """Sealed blocks that are to be found no more: they are free as soon as nobody holds them."""
         self.log = log or EventLog()
@@ -323,11 +323,8 @@ class BlockPool:
         if self.index.add(digest, block):
             self.log.stored(digest, parent_hash, tokens, salt, block)
         self.hits[block] = 0
-        found = self.of_salt.get(salt)
-        if found is None:
-            self.of_salt[salt] = {block}
-        else:
-            found.add(block)
+        if salt:
+            self.of_salt.setdefault(salt, set()).add(block)
 
     def _unpublish(self, block: int) -> None:
         """From now on it is not; but a copy of it is, if there is one."""
@@ -339,10 +336,11 @@ class BlockPool:
             assert copy is not None
             self.log.stored(digest, parent_hash, self.tokens[copy], salt, copy)
         self.children.remove(parent_hash + salt, block)
-        found = self.of_salt[salt]
-        found.remove(block)
-        if not found:
-            del self.of_salt[salt]
+        if salt:
+            found = self.of_salt[salt]
+            found.remove(block)
+            if not found:
+                del self.of_salt[salt]
 
     def _is_covered(self, block: int) -> bool:
         return self.children.is_covered(self.parent_hash[block] + self.salt[block], block)

@@ -8,11 +8,14 @@ The numbers rise by one within a start of the manager. A ring keeps the last one
 of what was evicted.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from kvmanager.event_messages import CacheEvent
 
 DEFAULT_RING = 1 << 16  # events
+PLAIN: Final = 9  # fields of an event without cause and asker
 
 TierName = Literal["pool", "disk"]
 
@@ -30,10 +33,13 @@ NOBODY = Asker("", b"")
 class EventLog:
     """`size` events are kept. `now`, `asker` and `cause` are what the next events say; who sets them sets
     them back.
+
+    The manager notes several per step and is seldom asked: they lie here as plain tuples, in the order of
+    `CacheEvent`'s fields, and a removal's ends with its asker.
     """
 
     __slots__ = (
-        "_askers",
+        "_older_removals",
         "_removals",
         "_ring",
         "asker",
@@ -52,9 +58,11 @@ class EventLog:
         self.cause = "capacity"
         self.other_layout: dict[bytes, float] = {}
         """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
-        self._ring: list[CacheEvent | None] = [None] * size
-        self._askers: dict[int, bytes] = {}  # number of a removal for a request → that one's salt
+        self._ring: list[tuple[Any, ...]] = [()] * size
         self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
+        self._older_removals: dict[
+            bytes, int
+        ] = {}  # those before `size` others; together they hold the ring's
 
     def stored(
         self,
@@ -65,17 +73,24 @@ class EventLog:
         block: int,
         tier: TierName = "pool",
     ) -> None:
-        number = self.last + 1
-        self._add(
-            CacheEvent(number, self.now, "stored", tier, block_hash, parent_hash, tokens, salt, block), number
+        self.last = number = self.last + 1
+        self._ring[number % self.size] = (
+            number,
+            self.now,
+            "stored",
+            tier,
+            block_hash,
+            parent_hash,
+            tokens,
+            salt,
+            block,
         )
 
     def removed(
         self, block_hash: bytes, parent_hash: bytes, salt: bytes, block: int, tier: TierName = "pool"
     ) -> None:
-        number = self.last + 1
-        asker = self.asker
-        event = CacheEvent(
+        self.last = number = self.last + 1
+        self._ring[number % self.size] = (
             number,
             self.now,
             "removed",
@@ -86,25 +101,38 @@ class EventLog:
             salt,
             block,
             self.cause,
-            asker.request_id,
+            self.asker,
         )
-        self._add(event, number)
+        if len(self._removals) == self.size:
+            self._removals, self._older_removals = {}, self._removals
         self._removals[block_hash] = number
-        if asker.request_id:
-            self._askers[number] = asker.salt
 
     def cleared(self) -> None:
         """Nothing is found any more."""
-        self._add(CacheEvent(self.last + 1, self.now, "cleared", cause=self.cause), self.last + 1)
+        self.last = number = self.last + 1
+        self._ring[number % self.size] = (
+            number,
+            self.now,
+            "cleared",
+            "pool",
+            b"",
+            b"",
+            b"",
+            b"",
+            -1,
+            self.cause,
+            NOBODY,
+        )
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""
-        number = self._removals.get(block_hash)
-        return None if number is None else self._ring[number % self.size]
+        number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
+        return _event(self._ring[number % self.size]) if number and self.has(number - 1) else None
 
     def asker_of(self, event: CacheEvent) -> Asker:
-        """For whom something was removed; nobody if it was for no request."""
-        return Asker(event.request_id, self._askers.get(event.sequence, b""))
+        """For whom something was removed; nobody if it was for no request, or too long ago."""
+        kept = self._ring[event.sequence % self.size]
+        return kept[-1] if event.request_id and kept[0] == event.sequence else NOBODY
 
     def has(self, after: int) -> bool:
         """Whether all events after that number are still here, and such a number has been."""
@@ -113,21 +141,12 @@ class EventLog:
     def since(self, after: int, limit: int) -> list[CacheEvent]:
         """At most `limit` events after that number, which must be here."""
         assert self.has(after)
-        first, end = after + 1, min(after + limit, self.last) + 1
-        start, stop = first % self.size, end % self.size
-        if first == end:
-            return []
-        ring = self._ring
-        part = ring[start:stop] if start < stop else ring[start:] + ring[:stop]
-        return [event for event in part if event is not None]
+        numbers = range(after + 1, min(after + limit, self.last) + 1)
+        return [_event(self._ring[number % self.size]) for number in numbers]
 
-    def _add(self, event: CacheEvent, number: int) -> None:
-        """In place of the oldest, and of what that one is the only memory of."""
-        place = number % self.size
-        old = self._ring[place]
-        if old is not None and old.kind == "removed":
-            self._askers.pop(old.sequence, None)
-            if self._removals.get(old.block_hash) == old.sequence:
-                del self._removals[old.block_hash]
-        self._ring[place] = event
-        self.last = number
+
+def _event(kept: tuple[Any, ...]) -> CacheEvent:
+    event = CacheEvent(*kept[:PLAIN])
+    if len(kept) == PLAIN:
+        return event
+    return replace(event, cause=kept[PLAIN], request_id=kept[PLAIN + 1].request_id)
