@@ -1,5 +1,6 @@
 """`python -m services`: one frontend process."""
 
+import gc
 import logging
 import os
 import signal
@@ -67,6 +68,8 @@ def main() -> int:
     # before it exits.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # what is here stays: collections that look at it hold up every stream for tens of milliseconds
     with listener:
         log.info("%s serves %s on http://%s:%d", name, model.name, config.host, listener.getsockname()[1])
         try:

@@ -163,7 +163,7 @@ class BlockAnswer(Answer, kw_only=True):
     eviction_rank: int | None
 
 
-class SubtreeCard(msgspec.Struct):
+class SubtreeCard(msgspec.Struct, gc=False):
     """A node and all below it."""
 
     blocks: int
@@ -429,7 +429,7 @@ class PinList(msgspec.Struct):
 # --- events -------------------------------------------------------------------------------------------------
 
 
-class SnapshotBlock(msgspec.Struct):
+class SnapshotBlock(msgspec.Struct, gc=False):
     hash: str
     parent: str
     num_tokens: int

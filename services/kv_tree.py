@@ -7,6 +7,7 @@ Sorting is done in pieces, as one long sort would not let other threads run.
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Literal, TypeVar
 
 from services.kv_contents import TOKEN_BYTES, Contents
@@ -17,6 +18,7 @@ SORTS: Final[tuple[Sort, ...]] = ("bytes", "tokens", "hits", "age", "references"
 NO_NODE: Final = -1
 Number = TypeVar("Number", int, float)
 _PIECE: Final = 4096  # items sorted in one go
+_PIECE_BLOCKS: Final = 256  # searched in one go
 _MAX_LISTINGS: Final = 8
 
 
@@ -161,11 +163,16 @@ class Tree:
 
     def matches(self, node: int, query: bytes, text: Callable[[bytes], bytes]) -> bool:
         """Whether `query` ends in this node's text; it may begin in the block before."""
-        tokens = self.contents.tokens
+        tokens, keep = self.contents.tokens, max(0, len(query) - 1)
         above = self._above[self.first[node]]
-        before = b"" if above == NO_NODE else text(tokens[above])
-        own = text(b"".join([tokens[row] for row in self.rows(node)]))
-        return (before + own).lower().find(query, max(0, len(before) - len(query) + 1)) >= 0
+        carried = b"" if above == NO_NODE else text(tokens[above])
+        rows = self.rows(node)
+        while piece := [tokens[row] for row in islice(rows, _PIECE_BLOCKS)]:
+            carried = carried[len(carried) - keep :] if len(carried) > keep else carried
+            carried = (carried + text(b"".join(piece))).lower()
+            if query in carried:
+                return True
+        return False
 
     def _list(self, listing: Listing, text: Callable[[bytes], bytes]) -> list[int]:
         keys = self._keys(listing)
