@@ -33,7 +33,7 @@ from services.journal import (
     unavailable,
 )
 
-LEASE: Final = 5.0  # seconds
+LEASE: Final = 3.0  # seconds; renewed every second
 PREFIX: Final = "pagekeeper:stream:"
 INDEX: Final = "pagekeeper:streams"
 BLOCK: Final = 0.25  # seconds, the longest XREAD

@@ -88,6 +88,7 @@ class FakeManager:
         self.submits: list[Submit] = []
         self.cancels: list[Cancel] = []
         self.hold_at: int | None = None  # position at which a first attempt clears `flow`
+        self.hold_attempts = 1  # how many attempts do
         self.finished = 0  # requests whose tokens were all sent
         self.cached_tokens = 0
         self.tokens_per_event = 1
@@ -212,7 +213,8 @@ class FakeManager:
                     )
                     at[index] = end
             await self.push(self._endpoints[identity], TokenBatch(tuple(events)))
-            if submit.attempt == 0 and self.hold_at is not None and max(at.values()) >= self.hold_at:
+            holds = submit.attempt < self.hold_attempts and self.hold_at is not None
+            if holds and max(at.values()) >= self.hold_at:
                 self.flow.clear()
             await asyncio.sleep(0)
         self.finished += 1
