@@ -71,6 +71,14 @@ class Children:
                 found, most = block, shared
         return found, most
 
+    def nearest(self, key: bytes, tokens: bytes) -> int | None:
+        """The child that `most_alike` finds; where none shares anything, one that is next in order."""
+        siblings = self.of(key)
+        if not siblings:
+            return None
+        found, most = self.most_alike(key, tokens)
+        return found if most else siblings[min(bisect_left(siblings, (tokens,)), len(siblings) - 1)][1]
+
     def is_covered(self, key: bytes, block: int) -> bool:
         """Whether a sibling begins with all tokens of `block`, and so serves whoever could use it.
 
@@ -89,6 +97,17 @@ class Children:
         while place and tokens.startswith(siblings[place - 1][0]):
             place -= 1
             yield siblings[place][1]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many are here."""
+        return len(self.only) - len(self._siblings) + sum(map(len, self._siblings.values()))
+
+    def has(self, key: bytes, block: int) -> bool:
+        """Whether the block is here under that key."""
+        siblings, entry = self.of(key), (self._tokens[block], block)
+        place = bisect_left(siblings, entry)
+        return place < len(siblings) and siblings[place] == entry
 
     def entries(self) -> dict[int, tuple[bytes, bytes]]:
         """Block → key and tokens (a copy, for audits)."""

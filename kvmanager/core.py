@@ -17,20 +17,18 @@ from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Frontend, Quarantine, Runner
 from kvmanager.pins import SavedPin
 from kvmanager.protocol import (
-    BlockQuery,
-    BlocksQuery,
     Cancel,
+    Clear,
     Draining,
-    EventsQuery,
+    Evict,
     Hello,
-    HoldersQuery,
     Layout,
     Pin,
     PinsQuery,
     Query,
+    Question,
     Ready,
     Refused,
-    RequestsQuery,
     StatsQuery,
     StepReport,
     Submit,
@@ -106,6 +104,9 @@ class Core:
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
+        elif isinstance(message, Question) and client.touched:
+            self._ask(now, client, message)
+            return self._effects()  # asking changes nothing, so there is nothing to settle
         if not client.touched:
             sessions.confirm(self.state, client)
         if message is not None:
@@ -186,10 +187,10 @@ class Core:
                 self.count_dropped()
             case Pin() | Unpin() | PinsQuery():
                 self._pins(now, client, message)
-            case BlocksQuery() | BlockQuery() | HoldersQuery() | RequestsQuery() | EventsQuery():
-                state.send(client, introspection.answer(state, message, now))
-            case _:
+            case Evict() | Clear():
                 self.count_dropped()
+            case _:
+                state.send(client, introspection.answer(state, client, message, now))
 
     def _pins(self, now: float, client: Frontend, message: Pin | Unpin | PinsQuery) -> None:
         state = self.state

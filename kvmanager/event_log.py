@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 from msgspec.structs import replace
 
 from kvmanager.event_messages import CacheEvent
+from kvmanager.introspection_messages import Cause
 
 DEFAULT_RING = 1 << 16  # events
 PLAIN: Final = 9  # fields of an event without cause and asker
@@ -55,7 +56,7 @@ class EventLog:
         self.last = 0  # number of the last event; 0: there was none
         self.now = 0.0  # seconds, Unix time
         self.asker = NOBODY
-        self.cause = "capacity"
+        self.cause: Cause = "capacity"
         self.other_layout: dict[bytes, float] = {}
         """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
         self._ring: list[tuple[Any, ...]] = [()] * size

@@ -4,7 +4,7 @@ imported.
 
 from typing import Literal
 
-from kvmanager.introspection_messages import At
+from kvmanager.introspection_messages import At, Cause
 from kvmanager.sampling_params import Message
 
 
@@ -22,7 +22,7 @@ class CacheEvent(Message, frozen=True):
     tokens: bytes = b""  # packed; of "stored" only
     salt: bytes = b""
     block: int = -1
-    cause: str = ""  # of "removed": see Eviction
+    cause: Cause | Literal[""] = ""  # of "removed"
     request_id: str = ""
 
 

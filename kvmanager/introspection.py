@@ -1,18 +1,28 @@
 """What can be asked: frozen answers about the state."""
 
 from kvmanager.block_pool import SEALED, BlockPool
+from kvmanager.clients import Frontend
+from kvmanager.explain import explain
 from kvmanager.hashing import TOKEN_BYTES, tenant_fault
 from kvmanager.holders import block_detail, holders_answer
+from kvmanager.invariants import audit_page
 from kvmanager.pages import blocks_page, events_page
+from kvmanager.plan import plan
 from kvmanager.protocol import (
+    MAX_PROMPT_TOKENS,
+    MAX_VOCABULARY,
     Answer,
     AuditQuery,
     BlockQuery,
     BlocksQuery,
     EventsQuery,
+    Evict,
+    ExplainQuery,
     HoldersQuery,
+    PlanQuery,
     PoolStats,
     Query,
+    Question,
     RequestsQuery,
     RunnerStats,
     Stats,
@@ -22,17 +32,29 @@ from kvmanager.protocol import (
 from kvmanager.request_pages import requests_page
 from kvmanager.state import State
 
-Readable = BlocksQuery | BlockQuery | HoldersQuery | RequestsQuery | EventsQuery
-
 
 def fault(message: Query) -> str:
-    """Why this question cannot even be refused: it comes from no frontend of ours. Empty for a good one."""
-    return tenant_fault(message.tenant) if not isinstance(message, StatsQuery | AuditQuery) else ""
+    """Why this cannot even be refused: it comes from no frontend of ours. Empty for a good one."""
+    if isinstance(message, StatsQuery | AuditQuery):
+        return ""
+    if isinstance(message, ExplainQuery | PlanQuery | Evict):
+        tokens = message.token_ids
+        if len(tokens) > MAX_PROMPT_TOKENS or (
+            tokens and not 0 <= min(tokens) <= max(tokens) < MAX_VOCABULARY
+        ):
+            return f"{len(tokens)} tokens, of which one is outside 0 to {MAX_VOCABULARY - 1}, or too many"
+    return tenant_fault(message.tenant)
 
 
-def answer(state: State, message: Readable, now: float) -> Answer:
+def answer(state: State, frontend: Frontend, message: Question, now: float) -> Answer:
     """Changes nothing."""
     match message:
+        case ExplainQuery():
+            return explain(state, frontend, message, now)
+        case PlanQuery():
+            return plan(state, frontend, message, now)
+        case AuditQuery():
+            return audit_page(state, message)
         case BlocksQuery():
             return blocks_page(state, message, now)
         case BlockQuery():

@@ -34,11 +34,17 @@ class ExplainQuery(Message, frozen=True, tag=True):
     tenant: str = ""
 
 
+Cause = Literal["capacity", "evict", "clear", "damaged", "other_layout"]
+"""Why something is no longer found: its room was needed, a command, a copy that could not be read back, or a
+pool of another layout was emptied.
+"""
+
+
 class Eviction(Message, frozen=True):
     """The end of a cached block. `request_id` is empty where no request needed the room."""
 
     seconds_ago: float
-    cause: Literal["capacity", "evict", "clear", "damaged", "other_layout"]
+    cause: Cause
     request_id: str = ""
 
 
@@ -81,12 +87,15 @@ class PlanQuery(Message, frozen=True, tag=True):
     tenant: str = ""
 
 
+Outcome = Literal["start", "wait_for_turn", "wait_for_prefix", "wait_for_tier", "wait_for_room", "refuse"]
+
+
 class PlanAnswer(Message, frozen=True, tag=True):
     """Answer to PlanQuery. `outcome` is what would happen first; `message` says it in words, with numbers."""
 
     query_id: int
     at: At
-    outcome: Literal["start", "wait_for_turn", "wait_for_prefix", "wait_for_tier", "wait_for_room", "refuse"]
+    outcome: Outcome
     message: str
     runner: str = ""  # who would run it
     reuse: tuple[BlockRef, ...] = ()

@@ -4,96 +4,41 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvmanager.admission import largest_request
-from kvmanager.block_pool import CACHED, FREE, RESERVED, SEALED, STATE_NAMES, BlockPool
+from kvmanager.block_audit import audit_blocks, name_of
+from kvmanager.block_pool import RESERVED, SEALED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Frontend
-from kvmanager.hashing import TOKEN_BYTES, block_hash
-from kvmanager.ledger import Holder
+from kvmanager.protocol import MAX_PAGE, AuditPage, AuditQuery
 from kvmanager.requests import RequestState, StartState
 from kvmanager.state import MAX_REMEMBERED, State
+
+MAX_BLOCKS = 256  # of one page
 
 
 def audit(state: State) -> list[str]:
     """What is violated, one line each; empty when all is well."""
-    return [*_pool(state), *_tier(state), *_sessions(state), *_requests(state), *_in_flight(state)]
+    num_blocks = state.pool.num_blocks if state.pool is not None else 0
+    return [*audit_blocks(state, 0, num_blocks), *_whole(state)]
 
 
-def _pool(state: State) -> Iterator[str]:
-    pool = state.pool
-    if pool is None:
-        return
-    counted = Counter(pool.state)
-    for kind, name in enumerate(STATE_NAMES):
-        if counted[kind] != pool.counts[kind]:
-            yield f"{counted[kind]} blocks are {name} and {pool.counts[kind]} are counted"
-    free, cached = set(pool.free), {*pool.cached, *pool.backed}
-    if len(pool.cached) + len(pool.backed) != len(cached):
-        yield "a cached block is in both of the queues for eviction"
-    for block in range(pool.num_blocks):
-        kind = pool.state[block]
-        if (block in free) != (kind == FREE) or (block in cached) != (kind == CACHED):
-            yield f"block {block} is {STATE_NAMES[kind]} and in the wrong queue"
-        if (pool.ledger.ref_count(block) == 0) != (kind in (FREE, CACHED)):
-            yield f"block {block} is {STATE_NAMES[kind]} with {pool.ledger.ref_count(block)} references"
-    yield from _index(pool)
-    yield from _ledger(state, pool)
-    yield from _pins(state, pool)
-    if pool.may_evict != (not state.survivors):
-        yield f"may_evict is {pool.may_evict} with survivors {sorted(state.survivors)}"
+def audit_page(state: State, query: AuditQuery) -> AuditPage:
+    """Some of the blocks; with the first of them what takes no loop over blocks."""
+    num_blocks = state.pool.num_blocks if state.pool is not None else 0
+    first = min(max(query.first, 0), num_blocks)
+    end = min(first + min(max(query.limit, 1), MAX_BLOCKS), num_blocks)
+    faults = [*audit_blocks(state, first, end), *(_whole(state) if not first else ())]
+    return AuditPage(query.query_id, state.at(), num_blocks, end - first, tuple(faults[:MAX_PAGE]))
 
 
-def name_of(pool: BlockPool, block: int) -> str:
-    return STATE_NAMES[pool.state[block]]
-
-
-def _index(pool: BlockPool) -> Iterator[str]:
-    indexed = {block: digest for digest, blocks in pool.index.entries().items() for block in blocks}
-    children = pool.children.entries()
-    for block in range(pool.num_blocks):
-        sealed = pool.state[block] in (SEALED, CACHED)
-        if sealed != (block in indexed) or (sealed and indexed[block] != pool.block_hash[block]):
-            yield f"block {block} is {name_of(pool, block)} and the index says otherwise"
-        if not sealed and (pool.block_hash[block] or pool.tokens[block]):
-            yield f"block {block} is {name_of(pool, block)} and has a hash or tokens"
-        if sealed:
-            digest = block_hash(pool.parent_hash[block], pool.tokens[block], pool.salt[block])
-            length = len(pool.tokens[block])
-            if digest != pool.block_hash[block] or not 0 < length <= pool.block_size * TOKEN_BYTES:
-                yield f"block {block} has a hash that is not that of its content"
-            content = (pool.parent_hash[block] + pool.salt[block], pool.tokens[block])
-            if children.pop(block, None) != content:
-                yield f"block {block} is not the child that it should be"
-    for block in children:
-        yield f"block {block} is {name_of(pool, block)} and a child"
-
-
-def _ledger(state: State, pool: BlockPool) -> Iterator[str]:
-    """The ledger says what tables, credits and quarantines say, and nobody else holds anything."""
-    expected: dict[int, list[Holder]] = {}
-    for runner in state.runners:
-        for block in runner.credits:
-            expected.setdefault(block, []).append(runner)
-    for active in state.actives():
-        for sequence in active.sequences.values():
-            for block in (*sequence.table, *(() if sequence.source is None else (sequence.source,))):
-                expected.setdefault(block, []).append(sequence)
-    for pin in state.pins.by_name.values():
-        for block in pin.blocks:
-            expected.setdefault(block, []).append(pin)
-    for quarantine in state.quarantines.values():
-        for block in quarantine.blocks:
-            expected.setdefault(block, []).append(quarantine)
-    if state.tiering is not None:
-        for copy in state.tiering.tier.demoting.values():
-            expected.setdefault(copy.block, []).append(state.tiering.demoter)
-        for comeback in set(state.tiering.comebacks.values()):
-            for block in comeback.blocks:
-                expected.setdefault(block, []).append(comeback)
-    for block in range(pool.num_blocks):
-        listed, wanted = pool.ledger.holders(block), expected.get(block, [])
-        if len(listed) != len(wanted) or set(listed) != set(wanted):
-            names = [holder.describe() for holder in listed]
-            yield f"block {block} is held by {names} and wanted by {[holder.describe() for holder in wanted]}"
+def _whole(state: State) -> Iterator[str]:
+    if state.pool is not None:
+        yield from _pins(state, state.pool)
+        if state.pool.may_evict != (not state.survivors):
+            yield f"may_evict is {state.pool.may_evict} with survivors {sorted(state.survivors)}"
+    yield from _tier(state)
+    yield from _sessions(state)
+    yield from _requests(state)
+    yield from _in_flight(state)
 
 
 def _tier(state: State) -> Iterator[str]:
@@ -102,12 +47,11 @@ def _tier(state: State) -> Iterator[str]:
     if pool is None or tiering is None:
         return
     tier = tiering.tier
-    slots = [slot for slot, _ in tier.contents()] + [copy.slot for copy in tier.demoting.values()]
-    if len(slots) != len(set(slots)) or len(slots) > tier.num_slots:
+    slots = [copy.slot for copy in tier.demoting.values()]
+    if len(slots) != len(set(slots)) or any(tier.slots(slot, slot + 1)[0] is not None for slot in slots):
         yield f"the tier's slots are used more than once: {sorted(slots)}"
-    for slot, content in tier.contents():
-        if block_hash(content.parent_hash, content.tokens, content.salt) != content.block_hash:
-            yield f"slot {slot} has a hash that is not that of its content"
+    if len(tier) + len(slots) + tier.num_free != tier.num_slots:
+        yield "the tier's slots do not add up"
     for digest, copy in tier.demoting.items():
         if pool.state[copy.block] != SEALED or pool.block_hash[copy.block] != digest:
             yield f"block {copy.block} is copied to the tier as something else"
@@ -153,20 +97,10 @@ def _sessions(state: State) -> Iterator[str]:
 def _sequence(state: State, sequence: Sequence) -> Iterator[str]:
     pool = state.pool
     assert pool is not None
-    size = pool.block_size
-    if sequence.num_sealed != sequence.num_computed // size:
+    if sequence.num_sealed != sequence.num_computed // pool.block_size:
         yield f"{sequence.describe()}: {sequence.num_sealed} blocks sealed of {sequence.num_computed} tokens"
-    digest = pool.root
-    for index, block in enumerate(sequence.table):
-        if index >= sequence.num_sealed:
-            if pool.state[block] != RESERVED:
-                yield f"{sequence.describe()} writes block {block}, which is {name_of(pool, block)}"
-            continue
-        packed = sequence.tokens[index * size : (index + 1) * size].tobytes()
-        if pool.state[block] != SEALED or pool.tokens[block] != packed or pool.parent_hash[block] != digest:
-            yield f"{sequence.describe()} reads block {block}, which does not hold its tokens"
-        digest = pool.block_hash[block]
-    if sequence.last_hash != digest:
+    last = sequence.table[sequence.num_sealed - 1] if 0 < sequence.num_sealed <= len(sequence.table) else None
+    if sequence.last_hash != (pool.root if last is None else pool.block_hash[last]):
         yield f"{sequence.describe()} continues another chain than its table's"
 
 

@@ -42,6 +42,11 @@ class PrefixIndex:
             del self._copies[block_hash]
         return False
 
+    @property
+    def num_blocks(self) -> int:
+        """Primary ones and copies."""
+        return len(self._primary) + sum(map(len, self._copies.values()))
+
     def blocks(self, block_hash: bytes) -> tuple[int, ...]:
         """All with this content, the primary first."""
         block = self._primary.get(block_hash)

@@ -41,6 +41,7 @@ from kvmanager.introspection_messages import BlockDetail as BlockDetail
 from kvmanager.introspection_messages import BlockQuery as BlockQuery
 from kvmanager.introspection_messages import BlocksPage as BlocksPage
 from kvmanager.introspection_messages import BlocksQuery as BlocksQuery
+from kvmanager.introspection_messages import Cause as Cause
 from kvmanager.introspection_messages import Eviction as Eviction
 from kvmanager.introspection_messages import ExplainQuery as ExplainQuery
 from kvmanager.introspection_messages import Explanation as Explanation
@@ -48,6 +49,7 @@ from kvmanager.introspection_messages import HolderInfo as HolderInfo
 from kvmanager.introspection_messages import HoldersAnswer as HoldersAnswer
 from kvmanager.introspection_messages import HoldersQuery as HoldersQuery
 from kvmanager.introspection_messages import Lookup as Lookup
+from kvmanager.introspection_messages import Outcome as Outcome
 from kvmanager.introspection_messages import PlanAnswer as PlanAnswer
 from kvmanager.introspection_messages import PlanQuery as PlanQuery
 from kvmanager.introspection_messages import ProcessInfo as ProcessInfo

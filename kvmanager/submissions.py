@@ -49,6 +49,7 @@ def submit(state: State, frontend: Frontend, message: Submit, now: float) -> Non
             return
         if known is not None:
             state.cancel(known)
+        state.last_serial = request.serial
         request.counted = counted
         frontend.requests[message.request_id] = request
         state.waiting.add(request)
@@ -57,7 +58,7 @@ def submit(state: State, frontend: Frontend, message: Submit, now: float) -> Non
 
 
 def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Request:
-    """Check everything that can be checked now; changes nothing but the serial number. Raises Refusal."""
+    """Check everything that can be checked now; changes nothing. Raises Refusal."""
     if fault := find_fault(message):
         raise Refusal("invalid_request", fault)
     try:
@@ -75,7 +76,6 @@ def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Req
         raise Refusal(
             "queue_full", f"{len(state.waiting)} requests are waiting, which is the limit", RETRY_AFTER
         )
-    state.last_serial += 1
     return request
 
 

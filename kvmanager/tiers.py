@@ -120,6 +120,11 @@ class Tier:
         entry = self._entries.get(block_hash)
         return entry is not None and (entry[1].parent_hash, entry[1].tokens) == (parent_hash, tokens)
 
+    @property
+    def num_free(self) -> int:
+        """Slots that nothing is kept in or on its way to."""
+        return len(self._free)
+
     def contents(self) -> list[tuple[int, Content]]:
         """All that can be found with its slot, used longest ago first (a copy, for audits)."""
         return list(self._entries.values())
