@@ -13,8 +13,9 @@ from kvmanager.client import prepare, socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
-from services.config import FrontendConfig, read_keys
+from services.config import FrontendConfig, read_keys, redis_url
 from services.http_protocol import bounded_head
+from services.redis_journal import check_url
 
 CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
 BACKLOG = 2048  # connections
@@ -32,6 +33,8 @@ def main() -> int:
     name = config.name or f"frontend-{socket.gethostname()[:32]}-{os.getpid()}"
     try:
         read_keys(config)
+        if url := redis_url(config, os.environ):
+            check_url(url)
         prepare(config.pool_directory)
         socket_endpoint(config.pool_directory, name)  # whether it is short enough
         model = load_model(config)
@@ -69,7 +72,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     gc.collect()
-    gc.freeze()  # what is here stays: collections that look at it hold up every stream for tens of milliseconds
+    gc.freeze()  # what is here stays; looking through it again would hold up every stream
     with listener:
         log.info("%s serves %s on http://%s:%d", name, model.name, config.host, listener.getsockname()[1])
         try:

@@ -21,6 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from kvmanager.settings import SettingError
 from services.journal import (
     Batch,
     Journal,
@@ -170,6 +171,15 @@ def _connect(url: str, connections: int) -> Redis:
         retry=Retry(NoBackoff(), 1),
     )
     return Redis.from_pool(pool)
+
+
+def check_url(url: str) -> None:
+    """Raises SettingError for a URL that is none; it is not shown, as it may hold a password."""
+    try:
+        _connect(url, 1)
+    except ValueError as error:
+        message = f"redis_url (or REDIS_URL) is not allowed: {error}; want redis://host:6379/0"
+        raise SettingError(message) from None
 
 
 def key(stream_id: str, name: str) -> str:

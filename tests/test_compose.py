@@ -62,6 +62,11 @@ def test_the_pool_is_shared_memory_of_the_images_user_and_larger_than_the_blocks
         assert services()[name]["environment"]["PAGEKEEPER_POOL_DIRECTORY"].startswith("/pool/")
 
 
+def test_frontends_keep_streams_in_redis() -> None:
+    assert services()["frontend"]["environment"]["REDIS_URL"] == "redis://redis:6379/0"
+    assert services()["redis"]["command"][0] == "redis-server"
+
+
 def test_replicas_can_be_chosen() -> None:
     chosen = services(RUNNERS="3", FRONTENDS="4")
     assert [chosen[name]["deploy"]["replicas"] for name in ("runner", "frontend")] == ["3", "4"]

@@ -91,6 +91,7 @@ def test_a_running_stream_may_end_after_sigterm_within_the_drain_time(pool: Path
     ("flags", "words"),
     [
         (["--port=70000"], "--port='70000' is not allowed"),
+        (["--redis-url=nonsense"], "redis_url (or REDIS_URL) is not allowed: Redis URL must specify"),
         (["--model=/no/such/model"], "no model at /no/such/model"),
         (["--api-keys-file=/no/such/file"], "--api-keys-file='/no/such/file' cannot be read"),
     ],
