@@ -135,6 +135,8 @@ def _evicted(explanation: Explanation, left: int) -> str:
         return (
             f"{what}was dropped {ago} by POST /kv/{eviction.cause}; {left} tokens are to be computed again."
         )
+    if eviction.cause == "damaged":
+        return f"{what}could not be read back {ago}; {left} tokens are to be computed again."
     if eviction.cause == "other_layout":
         return f"{what}was dropped {ago} for another model, dtype or block size."
     whom = f" of {eviction.request_id}" if eviction.request_id else ""

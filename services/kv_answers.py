@@ -433,7 +433,7 @@ class SnapshotBlock(msgspec.Struct, gc=False):
     hash: str
     parent: str
     num_tokens: int
-    block: int | None  # null if it is in the tier only
+    block: int | None  # null in the tier
     tier: Literal["pool", "disk"]
 
 

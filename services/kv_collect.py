@@ -9,7 +9,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import MAX_PAGE, At, BlocksPage, BlocksQuery, CacheEvent, EventsPage, EventsQuery
@@ -21,7 +21,7 @@ from services.kv_tree import Tree
 
 FRESH: Final = 2.0  # seconds that a collection is used again
 MAX_ATTEMPTS: Final = 4
-MAX_OWNERS: Final = 64  # tenants whose collections are kept at once
+MAX_KEPT: Final = 64  # collections, each for a moment
 
 
 @dataclass(slots=True)
@@ -38,68 +38,80 @@ class Gap(Exception):
     """The events between two pages are gone, or the manager is another."""
 
 
+Key = tuple[str, bool]
+"""Whose ("" is an admin's), and whether with what is in the tier only."""
+
+
 class Collector:
-    """Collects, at most once at a time for each owner ("" is an admin)."""
+    """Collects, at most once at a time for each key."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._running: dict[str, asyncio.Task[Collection]] = {}
-        self._last: dict[str, Collection] = {}
+        self._running: dict[Key, asyncio.Task[Collection]] = {}
+        self._last: dict[Key, Collection] = {}
         self.turn = asyncio.Lock()  # of those who work on a collection in a thread: one at a time
 
-    async def collect(self, owner: str, oldest: float = FRESH, boot_id: str = "") -> Collection:
+    async def collect(
+        self, owner: str, *, tier: bool = False, oldest: float = FRESH, boot_id: str = ""
+    ) -> Collection:
         """Not older than `oldest` seconds, nor of another start than `boot_id` if that is given. Raises
         ApiError 503.
         """
-        last = self._last.get(owner)
+        key = (owner, tier)
+        last = self._last.get(key)
         fresh = last is not None and time.monotonic() - last.made <= oldest
         if last is not None and fresh and boot_id in ("", last.at.boot_id):
             return last
-        task = self._running.get(owner)
+        task = self._running.get(key)
         if task is None:
-            task = self._running[owner] = asyncio.create_task(self._collect(owner))
-            task.add_done_callback(lambda done: self._done(owner, done))
+            task = self._running[key] = asyncio.create_task(self._collect(owner, tier))
+            task.add_done_callback(lambda done: self._done(key, done))
         return await asyncio.shield(task)
 
-    def _done(self, owner: str, task: "asyncio.Task[Collection]") -> None:
-        del self._running[owner]
+    def _done(self, key: Key, task: "asyncio.Task[Collection]") -> None:
+        del self._running[key]
         if not task.cancelled() and task.exception() is None:
-            self._last[owner] = task.result()
-            if len(self._last) > MAX_OWNERS:
+            self._last[key] = task.result()
+            if len(self._last) > MAX_KEPT:
                 del self._last[next(iter(self._last))]
-            asyncio.get_running_loop().call_later(FRESH, self._forget, owner)
+            asyncio.get_running_loop().call_later(FRESH, self._forget, key)
 
-    def _forget(self, owner: str) -> None:
+    def _forget(self, key: Key) -> None:
         """What nobody asks for any more is not kept."""
-        last = self._last.get(owner)
+        last = self._last.get(key)
         if last is not None and time.monotonic() - last.made >= FRESH:
-            del self._last[owner]
+            del self._last[key]
 
-    async def _collect(self, owner: str) -> Collection:
+    async def _collect(self, owner: str, tier: bool) -> Collection:
         for _ in range(MAX_ATTEMPTS):
             try:
-                return await self._attempt(owner)
+                return await self._attempt(owner, tier)
             except Gap:
                 continue
         message = f"the cache changed faster than it could be read, {MAX_ATTEMPTS} times; try again"
         raise from_pagekeeper(PagekeeperError("not_ready", message, RETRY_AFTER))
 
-    async def _attempt(self, owner: str) -> Collection:
+    async def _attempt(self, owner: str, tier: bool) -> Collection:
+        pages = await self._pages(owner, "pool")
+        slots = await self._pages(owner, "disk") if tier else []
+        events, at = await self._events(owner, [*pages, *slots])
+        return await asyncio.to_thread(merge, pages, slots, events, at)
+
+    async def _pages(self, owner: str, tier: Literal["pool", "disk"]) -> list[BlocksPage]:
         pages: list[BlocksPage] = []
         first, end = 0, 1
         while first < end:
-            query = partial(BlocksQuery, first=first, limit=MAX_PAGE, content=True, tenant=owner)
+            query = partial(BlocksQuery, first=first, limit=MAX_PAGE, content=True, tenant=owner, tier=tier)
             page = await ask(self._backend, query, BlocksPage)
-            if pages and page.at.boot_id != pages[0].at.boot_id:
-                raise Gap
             pages.append(page)
             first, end = first + max(1, len(page.states)), page.num_blocks
-        events, at = await self._events(owner, pages)
-        return await asyncio.to_thread(merge, pages, events, at)
+        return pages
 
     async def _events(self, owner: str, pages: list[BlocksPage]) -> tuple[list[CacheEvent], At]:
         """Those since the first page, and where they end."""
         at, end = pages[0].at, pages[-1].at
+        if any(page.at.boot_id != at.boot_id for page in pages):
+            raise Gap
         found: list[CacheEvent] = []
         while at.sequence < end.sequence:
             query = partial(EventsQuery, boot_id=at.boot_id, after=at.sequence, tenant=owner)
@@ -111,12 +123,14 @@ class Collector:
         return found, at
 
 
-def merge(pages: list[BlocksPage], events: list[CacheEvent], at: At) -> Collection:
+def merge(pages: list[BlocksPage], slots: list[BlocksPage], events: list[CacheEvent], at: At) -> Collection:
     """What is there after the last event. Runs beside the event loop."""
     head = pages[0]
     contents = Contents(head.num_blocks, head.block_size, head.block_bytes, head.root)
     for page in pages:
         contents.add(page)
+    for page in slots:
+        contents.add_tier(page)
     for event in events:
         contents.apply(event)
     return Collection(at, contents, time.monotonic())

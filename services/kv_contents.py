@@ -11,7 +11,8 @@ TOKEN_BYTES: Final = 4
 
 
 class Contents:
-    """One row per content, found by its hash in `rows`; those with no block left are `blocks` 0.
+    """One row per content, found by its hash in `rows`. Those of which no block is left have `blocks` 0; they
+    may be in the tier (FLAG_IN_TIER).
 
     `root` is the parent of every first block; empty if it is not known.
     """
@@ -52,21 +53,33 @@ class Contents:
             self.hits[row] += page.hits[index]
             self.ages[row] = max(self.ages[row], page.ages[index])
 
+    def add_tier(self, page: BlocksPage) -> None:
+        """Take what is in a page of the tier's slots."""
+        for index, block_hash in enumerate(page.hashes):
+            if block_hash:
+                row = self.rows.get(block_hash)
+                if row is None:
+                    row = self._new(block_hash, page.parents[index], page.tokens[index], page.salts[index])
+                self.flags[row] |= FLAG_IN_TIER
+
     def apply(self, event: CacheEvent) -> None:
         """An event on what was read, which may be of before it or after."""
         row = self.rows.get(event.block_hash)
         if event.kind == "cleared":
             self.blocks = [0] * len(self)
-        elif event.tier == "disk":
-            if row is not None:
-                stored = event.kind == "stored"
-                self.flags[row] = (self.flags[row] & ~FLAG_IN_TIER) | (FLAG_IN_TIER if stored else 0)
+            self.flags = [flags & ~FLAG_IN_TIER for flags in self.flags]
+            return
+        if event.kind == "stored" and row is None:
+            row = self._new(event.block_hash, event.parent_hash, event.tokens, event.salt)
+        if row is None:
+            return
+        if event.tier == "disk":
+            stored = FLAG_IN_TIER if event.kind == "stored" else 0
+            self.flags[row] = (self.flags[row] & ~FLAG_IN_TIER) | stored
         elif event.kind == "stored":
-            if row is None:
-                row = self._new(event.block_hash, event.parent_hash, event.tokens, event.salt)
             self.block[row] = event.block
             self.blocks[row] = max(1, self.blocks[row])
-        elif row is not None:
+        else:
             self.blocks[row] = 0
 
     def _new(self, block_hash: bytes, parent: bytes, tokens: bytes, salt: bytes) -> int:

@@ -114,7 +114,9 @@ class Follower:
         return await ask(self._context.backend, query, EventsPage)
 
     async def _snapshot(self, oldest: float) -> AsyncIterator[bytes]:
-        collection = await self._collector.collect(self._tenant, oldest, self.at.boot_id)
+        collection = await self._collector.collect(
+            self._tenant, tier=True, oldest=oldest, boot_id=self.at.boot_id
+        )
         contents = collection.contents
         for start in range(0, max(1, len(contents)), CHUNK):
             yield snapshot_part(collection, start, last=start + CHUNK >= len(contents))
@@ -126,14 +128,15 @@ def snapshot_part(collection: Collection, start: int, *, last: bool) -> bytes:
     contents, at = collection.contents, collection.at
     blocks = []
     for row in range(start, min(start + CHUNK, len(contents))):
+        what = (
+            contents.hashes[row].hex(),
+            contents.parents[row].hex(),
+            len(contents.tokens[row]) // TOKEN_BYTES,
+        )
         if contents.blocks[row]:
-            block_hash, parent = contents.hashes[row].hex(), contents.parents[row].hex()
-            num_tokens = len(contents.tokens[row]) // TOKEN_BYTES
-            blocks.append(
-                kv_answers.SnapshotBlock(block_hash, parent, num_tokens, contents.block[row], "pool")
-            )
-            if contents.flags[row] & FLAG_IN_TIER:
-                blocks.append(kv_answers.SnapshotBlock(block_hash, parent, num_tokens, None, "disk"))
+            blocks.append(kv_answers.SnapshotBlock(*what, contents.block[row], "pool"))
+        if contents.flags[row] & FLAG_IN_TIER:
+            blocks.append(kv_answers.SnapshotBlock(*what, None, "disk"))
     body = kv_answers.SnapshotEvent(boot_id=at.boot_id, sequence=at.sequence, blocks=blocks, last=last)
     return event("snapshot", body, at if last else None)
 

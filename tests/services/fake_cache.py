@@ -141,6 +141,8 @@ class FakeCache:
         return block.salt.startswith(tenant_bytes(tenant))
 
     def _on_BlocksQuery(self, query: BlocksQuery) -> BlocksPage:
+        if query.tier == "disk":
+            return BlocksPage(query.query_id, self.at, 0, BLOCK_SIZE, BLOCK_BYTES, 0, b"", b"", (), (), b"")
         self.before_page()
         end = min(query.first + min(query.limit, self.page), len(self.blocks))
         rows = self.blocks[query.first : end]

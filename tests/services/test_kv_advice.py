@@ -133,6 +133,7 @@ def test_the_other_reasons() -> None:
         "x" * 40, eviction=Eviction(0.2, "capacity"), **some
     )
     assert "was dropped 3 s ago by POST /kv/clear" in said("x" * 40, eviction=Eviction(3, "clear"), **some)
+    assert "could not be read back just now; 24" in said("x" * 40, eviction=Eviction(0, "damaged"), **some)
     assert "dropped 3 s ago for another model" in said("x" * 40, eviction=Eviction(3, "other_layout"), **some)
 
 

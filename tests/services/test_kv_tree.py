@@ -281,14 +281,19 @@ def test_cleared_and_the_tier_in_events() -> None:
     page = cache.answer(BlocksQuery(0, 0, 9, content=True))
     stored = cache.events[0]
     copy = replace_event(stored, tier="disk")
-    found = merge([page], [copy], cache.at).contents  # type: ignore[list-item]
+    found = merge([page], [], [copy], cache.at).contents  # type: ignore[list-item]
     assert (found.blocks, found.flags) == ([1], [2])
     gone = replace_event(stored, kind="removed", tier="disk")
-    found = merge([page], [copy, gone], cache.at).contents  # type: ignore[list-item]
+    found = merge([page], [], [copy, gone], cache.at).contents  # type: ignore[list-item]
     assert (found.blocks, found.flags) == ([1], [0])
+    other = FakeCache()
+    other.store([2] * 16)
+    both = merge([page], [other.answer(BlocksQuery(0, 0, 9, content=True))], [], cache.at).contents  # type: ignore[list-item]
+    assert (both.blocks, both.flags) == ([1, 0], [0, 2])
+    assert len(Tree(both)) == 1
     cleared = replace_event(stored, kind="cleared")
-    assert merge([page], [cleared], cache.at).contents.blocks == [0]  # type: ignore[list-item]
-    assert merge([page], [cleared, stored], cache.at).contents.blocks == [1]  # type: ignore[list-item]
+    assert merge([page], [], [cleared], cache.at).contents.blocks == [0]  # type: ignore[list-item]
+    assert merge([page], [], [cleared, stored], cache.at).contents.blocks == [1]  # type: ignore[list-item]
     assert first == 0
 
 
