@@ -67,6 +67,18 @@ export const plain = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2
 /** The same on one line: line ends and tabs become visible. */
 export const oneLine = (text) => plain(text).replace(/\r?\n/g, "⏎").replace(/\t/g, "⇥");
 
+export function isLowSurrogate(text, index) {
+  const code = text.charCodeAt(index);
+  return code >= 0xdc00 && code < 0xe000;
+}
+
+/** How many characters two texts begin with in common; a pair of surrogates is not cut in two. */
+export function commonStart(a, b) {
+  let index = 0;
+  while (index < Math.min(a.length, b.length) && a[index] === b[index]) index += 1;
+  return isLowSurrogate(a, index) || isLowSurrogate(b, index) ? index - 1 : index;
+}
+
 export const shortId = (id) => (id.length > 22 ? `${id.slice(0, 14)}…${id.slice(-5)}` : id);
 
 /** A CSS custom property of the page, as it is now. */

@@ -1,7 +1,7 @@
 // Paste a prompt: how much of it would hit, and side by side where it leaves what is cached.
 
 import { ApiError, ask } from "./api.js";
-import { age, count, el, percent, plain, plural, say, shortId } from "./dom.js";
+import { age, commonStart, count, el, percent, plain, plural, say, shortId } from "./dom.js";
 
 const MOST_CELLS = 1024; // of the strip
 const FIELDS = [
@@ -195,14 +195,6 @@ function side(title, before, text, shared, name) {
     el("figcaption", {}, title),
     el("pre", { tabindex: 0 }, same, differs),
   );
-}
-
-/** How many characters two texts begin with in common; a pair of surrogates is not cut in two. */
-export function commonStart(a, b) {
-  let index = 0;
-  while (index < Math.min(a.length, b.length) && a[index] === b[index]) index += 1;
-  const last = a.charCodeAt(index - 1);
-  return index > 0 && last >= 0xd800 && last < 0xdc00 ? index - 1 : index;
 }
 
 /** What was pasted as a request's body: text, messages, token ids or a whole request of the OpenAI API. */

@@ -1,11 +1,23 @@
 // The prefix tree: what the cache holds, by text. Branches are fetched when they are opened.
 
 import { ApiError, ask, Poll } from "./api.js";
-import { age, bytes, count, debounced, el, oneLine, plural, say } from "./dom.js";
+import {
+  age,
+  bytes,
+  commonStart,
+  count,
+  debounced,
+  el,
+  isLowSurrogate,
+  oneLine,
+  plural,
+  say,
+} from "./dom.js";
 
 const PAGE = 50; // nodes of one request
 const MOST_OPEN = 40; // branches that are fetched again with each refresh
 const MOST_NODES = 500; // of one request
+const KEPT_SHARED = 8; // characters
 const DEEPEST_INDENT = 14;
 
 export class PrefixTree {
@@ -111,9 +123,10 @@ export class PrefixTree {
   }
 
   rows(branch, parent, level, rows) {
+    const cut = parent && !this.wanted ? sharedStart(branch.nodes.map((node) => node.text)) : 0;
     for (const node of branch.nodes) {
       if (this.wanted) level = node.depth;
-      rows.push(this.row(node, level));
+      rows.push(this.row(node, level, cut));
       const below = this.open.has(node.hash) && this.branches.get(node.hash);
       if (below) this.rows(below, node.hash, level + 1, rows);
     }
@@ -124,11 +137,11 @@ export class PrefixTree {
     }
   }
 
-  row(node, level) {
+  row(node, level, cut) {
     const open = this.wanted !== "" || this.open.has(node.hash);
     const all = whole(node);
     const text = el("span", { class: "prefix-text" });
-    highlight(text, oneLine(node.text), this.wanted);
+    highlight(text, oneLine(cut ? `…${node.text.slice(cut)}` : node.text), this.wanted);
     const figures = [
       figure("tokens", count(all.tokens)),
       figure("size", bytes(all.bytes)),
@@ -224,6 +237,14 @@ function parentOf(rows, at) {
     if (Number(rows[index].getAttribute("aria-level")) < level) return rows[index];
   }
   return null;
+}
+
+/** How much of the beginning siblings share and need not show, but for a few characters: blocks end anywhere. */
+function sharedStart(texts) {
+  if (texts.length < 2) return 0;
+  const shared = texts.reduce((least, text) => Math.min(least, commonStart(texts[0], text)), texts[0].length);
+  const cut = shared - KEPT_SHARED;
+  return cut > KEPT_SHARED ? cut - (isLowSurrogate(texts[0], cut) ? 1 : 0) : 0;
 }
 
 /** `text` into `node`, with the places that match what is searched for in <mark>. */
