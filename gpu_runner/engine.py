@@ -39,5 +39,8 @@ class Engine(Protocol):
     def warm_up(self, progress: Callable[[str], None]) -> None:
         """Compute what a first request would otherwise wait for; writes no block of the pool."""
 
+    def show_progress(self, progress: Callable[[], None]) -> None:
+        """From now on call `progress` several times in each step: a long one is not a standstill."""
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step."""

@@ -8,7 +8,7 @@ logits = lm_head · norm(x)
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,8 @@ class Model:
         self.fingerprint = ""
         self.dtype = dtype
         self.device = device
+        self.on_layer: Callable[[], None] = lambda: None
+        """Called before each layer: a long prompt on a slow machine takes long."""
         self.cos_sin = rotary_table(config, source.rope_factors).to(device)
         hidden = config.hidden_size
         self.embedding = Linear(weights.matrix({"model.embed_tokens.weight": config.vocab_size}, hidden))
@@ -97,6 +99,7 @@ class Model:
         residual = self.embedding.rows(batch.token_ids)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
+            self.on_layer()
             if index:
                 x = ops.rms_norm(x, layer.input_norm, eps, residual)
             x = self._attention(index, layer, x, inputs)

@@ -59,6 +59,7 @@ class Server:
             engine.max_model_len,
             engine.vocab_size,
         )
+        engine.show_progress(self._client.show_life)
         self._scheduler = self._new_scheduler()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._fenced = False
@@ -107,6 +108,7 @@ class Server:
         """A new session, or None when this runner is to stop before there is one."""
         deadline = time.monotonic() + self._config.connect_seconds
         while not self._draining:
+            self._client.show_life()
             left = deadline - time.monotonic()
             try:
                 return self._client.connect(min(max(left, 0.0), HELLO_WAIT))
@@ -138,6 +140,7 @@ class Server:
     # --- the loop -------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        self._client.show_life()
         self._receive()
         if self._fenced:
             self._begin_session()

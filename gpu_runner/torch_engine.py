@@ -112,6 +112,9 @@ class TorchEngine:
             executor.execute(StepPlan((Scheduled(sequence, sequence.num_computed_tokens, length, (0,)),)))
             sequence.num_computed_tokens += length
 
+    def show_progress(self, progress: Callable[[], None]) -> None:
+        self._model.on_layer = progress
+
     def execute(self, plan: StepPlan) -> StepOutput:
         assert self._executor is not None, "execute before attach"
         return self._executor.execute(plan)

@@ -133,15 +133,19 @@ def postpone(pool: BlockPool, request: Request, usable: int) -> None:
             return
 
 
-def pick_runner(state: State, request: Request) -> Runner | None:
-    """The least loaded runner that has room for all choices and takes that many tokens."""
+def pick_runner(state: State, request: Request, now: float) -> Runner | None:
+    """The least loaded runner that has room for all choices and takes that many tokens; a silent one only if
+    there is no other.
+    """
     num_choices = request.num_choices
     able = [
         runner
         for runner in state.runners
         if runner.free_seats() >= num_choices and runner.hello.max_model_len >= request.max_length
     ]
-    return min(able, key=lambda runner: runner.seats, default=None)
+    return min(
+        able, key=lambda runner: (now - runner.last_heard >= pressure.SILENCE, runner.seats), default=None
+    )
 
 
 def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> bytes | None:
@@ -177,7 +181,7 @@ def decide(state: State, pool: BlockPool, request: Request, now: float) -> Decis
     if reason := why_it_never_fits(state, request):
         return Decision("refuse", reason)
     postpone(pool, request, state.pins.usable(pool))
-    runner = pick_runner(state, request)
+    runner = pick_runner(state, request, now)
     if runner is None and not pressure.lower(state, request, now):
         return Decision("wait_for_room")
     plan = plan_start(pool, request)

@@ -155,6 +155,12 @@ class _Client:
         self._session = ClientSession(hello)
         prepare(pool_directory)
         self._lock = HeldLock(lock_path(pool_directory, hello.lock))
+        self._next_touch = 0.0
+
+    def _touch_lock(self, now: float) -> None:
+        if now >= self._next_touch:
+            self._next_touch = now + PROBE_INTERVAL
+            self._lock.touch()
 
     @property
     def session(self) -> Session | None:
@@ -195,6 +201,17 @@ class ManagerClient(_Client):
                     return message
         return None
 
+    def show_life(self) -> None:
+        """To be called as the work goes on, however often: now and then it touches the lock file, for the
+        supervisor, and probes, for the manager.
+        """
+        self._touch_lock(time.monotonic())
+        self._probe()
+
+    def _probe(self) -> None:
+        if (probe := self._session.probe(time.monotonic())) is not None:
+            self._send(probe)
+
     def send(self, message: Any) -> None:
         """Queue `message`, never wait. Raises PagekeeperError ("manager_absent") without session or room."""
         self._send(self._session.frames(time.monotonic(), message))
@@ -213,8 +230,7 @@ class ManagerClient(_Client):
             message = self._session.received(frames)
             if message is not None:
                 messages.append(message)
-        if (probe := self._session.probe(time.monotonic())) is not None:
-            self._send(probe)
+        self._probe()
         return messages
 
     def _send(self, frames: list[bytes]) -> None:
@@ -265,6 +281,10 @@ class AsyncManagerClient(_Client):
                 if isinstance(message, Welcome | Refused):
                     return message
         return None
+
+    def show_life(self) -> None:
+        """To be called as the process's loop turns, however often: it touches the lock file now and then."""
+        self._touch_lock(time.monotonic())
 
     async def send(self, message: Any) -> None:
         """Queue `message`, never wait. Raises PagekeeperError ("manager_absent") without session or room."""

@@ -101,6 +101,7 @@ class Server:
                 self._end_copies()
             if (now := time.monotonic()) >= next_look:
                 next_look = now + TICK
+                self._lock.touch()
                 self._watch(now)
                 self._carry_out(self._core.tick(now))
         log.info("event=stop")

@@ -218,6 +218,7 @@ class Backend:
         while True:
             await asyncio.sleep(_TICK)
             ticks += 1
+            self._client.show_life()
             self._apply(self.tracker.tick(time.monotonic()))
             if ticks % _STATS_EVERY == 0 and self.tracker.connected:
                 self._send(StatsQuery(0))  # nobody waits for it; that it is answered is the point

@@ -29,6 +29,9 @@ class FrontendConfig:
     max_body_bytes: int = setting(
         16 << 20, "longest request body; longer ones get 413", unit="bytes", parse=parse_bytes, minimum=1024
     )
+    stuck_seconds: float = setting(
+        10.0, "how long a runner may be silent until /ready no longer counts it", unit="seconds", minimum=0.1
+    )
     keep_alive_seconds: float = setting(
         15.0, "silence in a stream after which a comment is sent", unit="seconds", minimum=0.01
     )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import platform
 import socket
 import sys
 import time
@@ -13,12 +14,13 @@ from services import model_source
 from services.lock_files import held
 from services.ready import curl_line, fetch, reason, url_of
 from services.serve_config import ServeConfig
-from services.supervision import CONFIGURATION_ERROR, Child
+from services.supervision import CONFIGURATION_ERROR, Child, Policy
 from services.supervisor import Command, Supervisor, say
 
 FRONTEND, RUNNER, MANAGER = range(3)
 """Stages of a stop: no process goes before those that need it."""
 
+RUNNER_LOCK = f"runner-{platform.node()}-{{pid}}"  # as a runner without a name of its own calls itself
 POLL_SECONDS = 0.1  # between two looks at /ready
 PROGRESS_SECONDS = 5.0  # between two lines that say that the start goes on
 
@@ -41,18 +43,24 @@ def commands(config: ServeConfig, model: str, port: int, environ: Mapping[str, s
         cores = len(os.sched_getaffinity(0))
         shared.setdefault("PAGEKEEPER_THREADS", str(max(1, cores // config.runners)))
 
-    def command(child: Child, module: str, first: Mapping[str, str], **own: str) -> Command:
-        return Command(child, (sys.executable, "-m", module), {**shared, **own}, first)
+    locks = os.path.join(config.pool_directory.replace("{", "{{").replace("}", "}}"), "locks")
+
+    def command(child: Child, module: str, lock: str, first: Mapping[str, str], **own: str) -> Command:
+        argv = (sys.executable, "-m", module)
+        return Command(child, argv, {**shared, **own}, first, os.path.join(locks, lock))
 
     reset = {"PAGEKEEPER_RESET_POOL": str(config.reset_pool).lower()}
     runners = [f"runner-{number}" for number in range(config.runners)]
     frontends = [f"frontend-{number}" for number in range(config.frontends)]
     return [
-        command(Child("kvmanager", MANAGER), "kvmanager", reset),
-        *(command(Child(name, RUNNER, config.drain_seconds), "gpu_runner", {}) for name in runners),
+        command(Child("kvmanager", MANAGER), "kvmanager", "manager", reset),
+        *(
+            command(Child(name, RUNNER, config.drain_seconds), "gpu_runner", RUNNER_LOCK, {})
+            for name in runners
+        ),
         # A frontend keeps its name over restarts, so that its counters go on.
         *(
-            command(Child(name, FRONTEND, config.drain_seconds), "services", {}, PAGEKEEPER_NAME=name)
+            command(Child(name, FRONTEND, config.drain_seconds), "services", name, {}, PAGEKEEPER_NAME=name)
             for name in frontends
         ),
     ]
@@ -134,7 +142,11 @@ async def announce(config: ServeConfig, port: int, seconds: float) -> None:
 
 
 async def _serve(config: ServeConfig, model: str, port: int) -> int:
-    supervisor = Supervisor(commands(config, model, port, os.environ))
+    supervisor = Supervisor(
+        commands(config, model, port, os.environ),
+        Policy(healthy_after=config.healthy_seconds),
+        stuck_seconds=config.kill_stuck_seconds,
+    )
     watching = asyncio.create_task(watch(config, port, supervisor))
     try:
         return await supervisor.run()

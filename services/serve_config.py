@@ -29,6 +29,20 @@ class ServeConfig:
         minimum=0.0,
         maximum=3600.0,
     )
+    kill_stuck_seconds: float = setting(
+        60.0,
+        "how long a process may live without progress until it is killed and started again; 0: for ever",
+        unit="seconds",
+        minimum=0.0,
+        maximum=86400.0,
+    )
+    healthy_seconds: float = setting(
+        10.0,
+        "a process that lived so long did not fail quickly; quick failures in a row end the service",
+        unit="seconds",
+        minimum=0.0,
+        maximum=86400.0,
+    )
     ready_seconds: float = setting(
         600.0,
         "how long the first start may take until it is ready",

@@ -149,6 +149,12 @@ class Supervision:
             Tell(name, f"{_how(code)} after {now - watched.started_at:.1f} s; starting again in {delay:g} s")
         ]
 
+    def stuck(self, name: str, seconds: float) -> list[Action]:
+        """The child lives, and has shown no progress for so long: have it replaced."""
+        if self.stopping or self._watched[name].phase is not Phase.RUNNING:
+            return []
+        return [Tell(name, f"has made no progress for {seconds:g} s: killed"), Send(name, signal.SIGKILL)]
+
     def tick(self, now: float) -> list[Action]:
         """Do what has become due: restarts, or SIGKILL to those that did not stop in time."""
         if self._finished:

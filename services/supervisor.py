@@ -8,15 +8,19 @@ import asyncio
 import collections
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from services.heartbeats import Heartbeats
 from services.supervision import Action, Child, Finish, Policy, Send, Start, Supervision, Tell
 
 KEPT_LINES = 20  # of a child's output, shown again when the supervisor gives up
+LOOK_SECONDS = 0.5  # between two looks at who gets on
 OUTPUT_WAIT = 1.0  # seconds for a dead child's last lines
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -24,12 +28,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Command:
-    """How to start a child. `first` is added to `environ` at the first start only."""
+    """How to start a child. `first` is added to `environ` at the first start only.
+
+    `lock`: the file that it touches as it gets on; `{pid}` in its name stands for its process id.
+    """
 
     child: Child
     argv: Sequence[str]
     environ: Mapping[str, str]
     first: Mapping[str, str]
+    lock: str = ""
 
 
 def say(name: str, text: str) -> None:
@@ -46,10 +54,14 @@ class Supervisor:
         commands: Sequence[Command],
         policy: Policy | None = None,
         tell: Callable[[str, str], None] = say,
+        stuck_seconds: float = 0.0,
     ) -> None:
         self._commands = {command.child.name: command for command in commands}
         self._supervision = Supervision([command.child for command in commands], policy or Policy())
         self._tell = tell
+        self._stuck_seconds = stuck_seconds
+        self._heartbeats = Heartbeats(math.ceil(stuck_seconds / LOOK_SECONDS))
+        self._next_look = 0.0
         self._pids: dict[str, int] = {}
         self._started: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -70,6 +82,7 @@ class Supervisor:
                 if self._error is not None:
                     raise self._error
                 self._act(self._supervision.tick(time.monotonic()))
+                self._look(time.monotonic())
         finally:
             for name in list(self._pids):
                 self._signal(name, signal.SIGKILL)
@@ -88,12 +101,24 @@ class Supervisor:
         return self._supervision.stopping
 
     async def _sleep(self) -> None:
-        """Until the next deadline of the supervision, or until something happened."""
+        """Until the next deadline of the supervision or the next look, or until something happened."""
         deadline = self._supervision.deadline
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        timeout = (
+            LOOK_SECONDS if deadline is None else min(max(0.0, deadline - time.monotonic()), LOOK_SECONDS)
+        )
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), timeout)
         self._wake.clear()
+
+    def _look(self, now: float) -> None:
+        """Who is stuck?"""
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        for name, pid in list(self._pids.items()):
+            lock = self._commands[name].lock.format(pid=pid)
+            if lock and self._heartbeats.stuck(name, pid, Path(lock)):
+                self._act(self._supervision.stuck(name, self._stuck_seconds))
 
     def _act(self, actions: Sequence[Action]) -> None:
         if actions:

@@ -25,8 +25,8 @@ class Streams:
     def _run(self, number: int) -> None:
         try:
             chunks = self._server.stream(**self._asks[number])
-            texts = [chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]]  # type: ignore[index]
-            self._texts[number] = "".join(texts)
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]  # type: ignore[attr-defined]
+            self._texts[number] = "".join(choice["text"] for choice in choices)
         except Exception as error:  # shown beside the text that should have come
             self._texts[number] = repr(error)
 

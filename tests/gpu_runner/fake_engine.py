@@ -67,6 +67,7 @@ class FakeEngine:
     blocks: dict[int, list[int | None]] = field(default_factory=dict)
     attached: list[tuple[str, int]] = field(default_factory=list)
     eos_token_ids: frozenset[int] = frozenset({EOS})
+    progress: Callable[[], None] = lambda: None
 
     @property
     def layout(self) -> Layout:
@@ -81,7 +82,11 @@ class FakeEngine:
     def warm_up(self, progress: Callable[[str], None]) -> None:
         progress("step=1/1")
 
+    def show_progress(self, progress: Callable[[], None]) -> None:
+        self.progress = progress
+
     def execute(self, plan: StepPlan) -> StepOutput:
+        self.progress()
         for source, destination in plan.copies:
             self.blocks[destination] = list(self.blocks[source])
         for item in plan.scheduled:

@@ -261,6 +261,16 @@ def test_an_idle_runner_that_drains_may_end_at_once() -> None:
     assert scene.received(runner) == [Directives(dismissed=True)]
 
 
+def test_starts_go_to_a_silent_runner_only_if_there_is_no_other() -> None:
+    scene = Scene()
+    silent, other, frontend = scene.runner("silent"), scene.runner("other", max_num_seqs=2), scene.frontend()
+    scene.now = 5.0
+    scene.send(other, None)
+    for name in "ab":
+        scene.submit(frontend, other, submission(name, [1]))
+    scene.submit(frontend, silent, submission("c", [1]))
+
+
 def test_credits_are_granted_taken_and_returned() -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()

@@ -80,6 +80,7 @@ class FakeManager:
         self.deaf = False
         self.reject: Callable[[Submit], Rejected | None] = lambda submit: None
         self.ready = True
+        self.silence = 0.0  # seconds since the runner was last heard of
         self.pins: Callable[[Pin | Unpin | PinsQuery], PinsAnswer] = lambda message: PinsAnswer(
             message.query_id, (), 0, 25
         )
@@ -178,7 +179,7 @@ class FakeManager:
             await self._router.send_multipart([identity, self._sessions[identity], encode(message)])
 
     def stats(self, query_id: int) -> Stats:
-        runner = RunnerStats("runner-0", 9, self.ready, False, self.running, 2, 0.0)
+        runner = RunnerStats("runner-0", 9, self.ready, False, self.running, 2, self.silence)
         pool = PoolStats(100, 16, free=60, reserved=10, sealed=20, cached=9, quarantined=1)
         return Stats(
             query_id,

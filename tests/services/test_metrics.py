@@ -96,6 +96,12 @@ def test_ready_says_what_is_missing() -> None:
         answer = httpx.get(f"{stack.url}/ready", timeout=20)
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert "runner-0" in answer.json()["error"]["message"]
+        stack.manager.ready, stack.manager.silence = True, 30.0
+        answer = httpx.get(f"{stack.url}/ready", timeout=20)
+        assert answer.status_code == 503
+        assert "runner-0 (silent for 30.0 s, 0 sequences)" in answer.json()["error"]["message"]
+        stack.manager.silence = 0.3
+        assert httpx.get(f"{stack.url}/ready", timeout=20).status_code == 200
 
 
 def test_an_abort_is_counted() -> None:

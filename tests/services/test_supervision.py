@@ -46,6 +46,17 @@ def test_a_child_that_was_asked_to_end_has_a_successor_at_once_however_often() -
         assert supervision.tick(now) == [Start("runner")]
 
 
+def test_a_stuck_child_is_killed_and_told_of_but_not_once_all_stop() -> None:
+    supervision = begun()
+    actions = supervision.stuck("runner", 7.0)
+    assert acts(actions) == [Send("runner", signal.SIGKILL)]
+    assert Tell("runner", "has made no progress for 7 s: killed") in actions
+    supervision.exited("runner", -9, 20.0)
+    assert supervision.stuck("runner", 7.0) == []  # it is gone already
+    supervision.stop(21.0)
+    assert supervision.stuck("manager", 7.0) == []
+
+
 def test_delays_double_to_a_limit_and_a_healthy_life_resets_them() -> None:
     policy = Policy(first_delay=1.0, longest_delay=4.0, healthy_after=10.0, quick_failures=9)
     supervision = Supervision(CHILDREN, policy)

@@ -1,6 +1,7 @@
 """The supervisor with real processes: small Python programs in the place of manager, runner and frontend."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -53,9 +54,14 @@ class Told:
         return [line for teller, line in self.lines if teller == name]
 
 
-def run(commands: list[Command], told: Told, then: Callable[[Supervisor], None] | None = None) -> int:
+def run(
+    commands: list[Command],
+    told: Told,
+    then: Callable[[Supervisor], None] | None = None,
+    stuck_seconds: float = 0.0,
+) -> int:
     async def main() -> int:
-        supervisor = Supervisor(commands, QUICK, told)
+        supervisor = Supervisor(commands, QUICK, told, stuck_seconds)
         if then is not None:
             then(supervisor)
         return await supervisor.run()
@@ -96,6 +102,28 @@ def test_a_killed_child_is_started_again_without_its_first_settings() -> None:
         ["no", "test"],
     ]
     assert any("ended by SIGKILL" in line for line in told.of("runner"))
+
+
+def test_one_that_lives_without_progress_is_killed_and_started_again(tmp_path: Path) -> None:
+    def react(name: str, line: str) -> None:
+        if "SIGKILL" in line:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    program = f"""
+import os, threading
+for turn in range(3):
+    path = {str(tmp_path)!r} + f"/lock-{{os.getpid()}}"
+    open(path, "w").close()
+    os.utime(path, (turn, turn))
+    threading.Event().wait(1.2)
+threading.Event().wait(60)
+"""
+    told = Told(react)
+    child = dataclasses.replace(command("runner", program), lock=f"{tmp_path}/lock-{{pid}}")
+    assert run([child], told, stuck_seconds=1.5) == 0
+    first, second = told.of("runner")[:2]
+    assert first == "has made no progress for 1.5 s: killed"
+    assert "was ended by SIGKILL" in second
 
 
 def test_one_that_always_fails_ends_all_and_its_last_words_are_shown() -> None:
