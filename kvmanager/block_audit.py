@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvmanager.block_pool import ANYBODY, CACHED, FREE, RESERVED, SEALED, STATE_NAMES, BlockPool
 from kvmanager.block_table import Sequence
-from kvmanager.hashing import TOKEN_BYTES, block_hash
+from kvmanager.hashing import NO_SALT, TOKEN_BYTES, block_hash
 from kvmanager.ledger import Holder
 from kvmanager.state import State
 
@@ -70,7 +70,7 @@ def _content(pool: BlockPool, block: int) -> Iterator[str]:
         yield f"block {block} has a hash that is not that of its content"
     if pool.children.has(parent + salt, block) == unfound:
         yield f"block {block} is not the child that it should be"
-    if (block in pool.of_salt.get(salt, ())) == unfound:
+    if (block in pool.of_salt.get(salt, ())) != (salt != NO_SALT and not unfound):
         yield f"block {block} is not among those of its salt"
     if unfound and (pool.state[block] == CACHED or pool.record(block).owner_tag != ANYBODY):
         yield f"block {block} is to be found no more, and kept"
@@ -85,7 +85,6 @@ def _counts(pool: BlockPool) -> Iterator[str]:
     numbers = {
         "in the index": pool.index.num_blocks,
         "and a child": pool.children.num_blocks,
-        "of some salt": sum(map(len, pool.of_salt.values())),
     }
     for words, number in numbers.items():
         if number != found:

@@ -6,7 +6,7 @@ from kvmanager.sampling_params import Message
 
 class Evict(Message, frozen=True, tag=True):
     """Evict what is cached of a prefix (its last full block and all that follow; no tokens: all) under a
-    salt. What is in use stays. At most MAX_PAGE blocks at once: say it again while `more`.
+    salt. What is in use stays. It is done in parts: say it again while `more`.
     """
 
     query_id: int
@@ -18,7 +18,8 @@ class Evict(Message, frozen=True, tag=True):
 
 class Clear(Message, frozen=True, tag=True):
     """Forget all that is cached, of a tenant or of all, the tier's too. Refused while any of it is in use,
-    unless `force`: then that is no longer found, but stays with those who hold it until they release it.
+    unless `force`: then that is no longer found, but stays with those who hold it until they release it; pins
+    end. It is done in parts: say it again while `more`.
     """
 
     query_id: int
@@ -31,8 +32,8 @@ class Cleared(Message, frozen=True, tag=True):
 
     query_id: int
     at: At
-    evicted: int = 0  # blocks
-    in_use: int = 0  # blocks that stay because someone holds them
+    evicted: int = 0  # blocks that this message has forgotten, in the pool and the tier
+    in_use: int = 0  # blocks that stay because someone holds them, of all messages of this command so far
     blockers: tuple[HolderInfo, ...] = ()
     more: bool = False
     code: str = ""

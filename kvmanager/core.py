@@ -12,7 +12,7 @@ The caller carries effects out in their order: records, messages, copies, then s
 
 from collections.abc import Callable
 
-from kvmanager import admission, introspection, pressure, reports, sessions, submissions
+from kvmanager import admission, commands, introspection, pressure, reports, sessions, submissions
 from kvmanager.block_pool import BlockPool
 from kvmanager.clients import Frontend, Quarantine, Runner
 from kvmanager.pins import SavedPin
@@ -188,7 +188,7 @@ class Core:
             case Pin() | Unpin() | PinsQuery():
                 self._pins(now, client, message)
             case Evict() | Clear():
-                self.count_dropped()
+                state.send(client, commands.command(state, client, message, now))
             case _:
                 state.send(client, introspection.answer(state, client, message, now))
 
@@ -247,5 +247,7 @@ class Core:
                 effects.pins, state.pins.changed = state.pins.saved(state.pool), False
         if state.tiering is not None:
             effects.demotions, effects.promotions = state.tiering.take()
+            if state.tiering.tier.erasures:
+                effects.erasures, state.tiering.tier.erasures = state.tiering.tier.erasures, []
         state.effects = Effects()
         return effects

@@ -7,6 +7,7 @@ HTTP_STATUS: Final[dict[str, int]] = {
     "invalid_request": 400,  # a field the manager itself cannot accept
     "not_found": 404,  # a pin of that name
     "not_cached": 409,  # nothing of what is to be pinned is in the cache
+    "in_use": 409,  # what is to be cleared
     "pin_budget": 409,  # more would be pinned than the setting allows
     "pin_busy": 503,  # a live request would no longer fit beside the pin
     "queue_full": 503,  # the waiting queue is at its limit

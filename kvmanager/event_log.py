@@ -137,7 +137,7 @@ class EventLog:
 
     def has(self, after: int) -> bool:
         """Whether all events after that number are still here, and such a number has been."""
-        return self.last - self.size <= after <= self.last
+        return max(self.last - self.size, 0) <= after <= self.last
 
     def since(self, after: int, limit: int) -> list[CacheEvent]:
         """At most `limit` events after that number, which must be here."""

@@ -50,7 +50,8 @@ def _tier(state: State) -> Iterator[str]:
     slots = [copy.slot for copy in tier.demoting.values()]
     if len(slots) != len(set(slots)) or any(tier.slots(slot, slot + 1)[0] is not None for slot in slots):
         yield f"the tier's slots are used more than once: {sorted(slots)}"
-    if len(tier) + len(slots) + tier.num_free != tier.num_slots:
+    doomed = sum(copy not in tier.demoting.values() for copy in tier.doomed)
+    if len(tier) + len(slots) + doomed + tier.num_free != tier.num_slots:
         yield "the tier's slots do not add up"
     for digest, copy in tier.demoting.items():
         if pool.state[copy.block] != SEALED or pool.block_hash[copy.block] != digest:

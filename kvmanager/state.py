@@ -1,8 +1,9 @@
 """Everything that the manager's core knows, and what an event makes it do: the effects."""
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvmanager.block_pool import BlockPool
 from kvmanager.block_table import Sequence
@@ -32,17 +33,27 @@ class Policy:
     growth_room: float = 0.2  # share of the pool that starts leave to the growth of what runs, at most
 
 
+@dataclass(slots=True)
+class Sweep:
+    """A command that forgets what is cached, part of the way."""
+
+    steps: Iterator[Literal["look", "evicted", "in_use"]]
+    evicted: int = 0  # blocks, by the last message
+    in_use: int = 0  # blocks that stayed, so far
+
+
 class Effects:
-    """What to do after an event, in this order: write records and pins, send messages, begin copies, end
-    sessions.
+    """What to do after an event, in this order: write records and pins, send messages, erase, begin copies,
+    end sessions.
     """
 
-    __slots__ = ("demotions", "ended", "messages", "pins", "promotions", "records")
+    __slots__ = ("demotions", "ended", "erasures", "messages", "pins", "promotions", "records")
 
     def __init__(self) -> None:
         self.records: set[int] = set()  # blocks whose record changed
         self.pins: list[SavedPin] | None = None  # all of them, if they changed
         self.messages: list[tuple[int, Any]] = []  # (client_id, message)
+        self.erasures: list[int] = []  # slots of the tier whose content is to be gone from the disk too
         self.demotions: list[Copy] = []  # each is answered by `Core.copied`
         self.promotions: list[Copy] = []
         self.ended: list[int] = []  # client_ids whose session is over
@@ -79,6 +90,8 @@ class State:
         self.in_flight = InFlight(self.waiting)
         self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()
         self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+        self.sweeps: OrderedDict[tuple[int, Any], Sweep] = OrderedDict()
+        """By client and command."""
         self.counters = Counters()
         self.last_client_id = 0
         self.last_start_id = 0

@@ -132,7 +132,7 @@ class Tiering:
 
     def promoted(self, pool: BlockPool, copy: Copy, good: bool, seconds: float, now: float) -> None:
         """A copy up is over: the block is content if it went well, else it is free."""
-        self.tier.promoted(copy, good, seconds, now)
+        good = self.tier.promoted(copy, good, seconds, now)
         digest, parent, salt, tokens = copy.content
         comeback = self.comebacks.pop(digest)
         if good:

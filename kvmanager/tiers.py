@@ -73,6 +73,8 @@ class Tier:
         "copying",
         "demoting",
         "demotions",
+        "doomed",
+        "erasures",
         "failures",
         "log",
         "num_slots",
@@ -94,6 +96,8 @@ class Tier:
         self.demoting: dict[bytes, Copy] = {}  # under way, by block hash
         self.promoting: dict[bytes, Copy] = {}
         self.copying = Rate()  # promoted blocks
+        self.doomed: set[Copy] = set()  # copies under way of what has been forgotten meanwhile
+        self.erasures: list[int] = []  # slots whose content is to be gone from the disk too
         self.computing = Rate()  # prompt tokens, computed by runners
         self.demotions = 0  # that went well, since the start
         self.promotions = 0
@@ -155,6 +159,10 @@ class Tier:
     def demoted(self, copy: Copy, good: bool, now: float) -> None:
         """A demotion is over. After a failure there is a pause, longer with each in a row."""
         del self.demoting[copy.content.block_hash]
+        if copy in self.doomed:
+            self.doomed.remove(copy)
+            self._erase(copy.slot)
+            return
         if good:
             self._keep(copy.slot, copy.content)
             self.demotions += 1
@@ -180,17 +188,39 @@ class Tier:
         copy = self.promoting[block_hash] = Copy(block, slot, content)
         return copy
 
-    def promoted(self, copy: Copy, good: bool, seconds: float, now: float) -> None:
-        """A promotion is over, after `seconds` of copying. Content that could not be read is forgotten."""
+    def promoted(self, copy: Copy, good: bool, seconds: float, now: float) -> bool:
+        """A promotion is over, after `seconds` of copying. Content that could not be read is forgotten. True
+        if what was copied is wanted, and right.
+        """
         del self.promoting[copy.content.block_hash]
+        if copy in self.doomed:
+            self.doomed.remove(copy)
+            self._erase(copy.slot)
+            return False
         if good:
             self.promotions += 1
             self.copying.add(1, seconds, now)
-            return
+            return True
         self.failures += 1
         self.log.cause = "damaged"
         self._free.append(self._drop(copy.content.block_hash))
         self.log.cause = "capacity"
+        return False
+
+    def forget(self, block_hash: bytes) -> None:
+        """Content that is here, on its way here, or both; from the disk as well, as soon as it can be."""
+        under_way = self.promoting.get(block_hash)
+        if block_hash in self._entries:
+            slot = self._drop(block_hash)
+            if under_way is None or under_way.slot != slot:
+                self._erase(slot)
+        for copy in (under_way, self.demoting.get(block_hash)):
+            if copy is not None:
+                self.doomed.add(copy)
+
+    def _erase(self, slot: int) -> None:
+        self.erasures.append(slot)
+        self._free.append(slot)
 
     def _keep(self, slot: int, content: Content) -> None:
         """From now on this is found here."""

@@ -100,7 +100,7 @@ class ControlRoutes:
             evicted += done.evicted
             if done.code:
                 return refusal(done)
-            if not done.more or not done.evicted or time.monotonic() >= end:
+            if not done.more or time.monotonic() >= end:
                 break
         answer = kv_answers.EvictAnswer(
             boot_id=done.at.boot_id, sequence=done.at.sequence, evicted=evicted, in_use=done.in_use
