@@ -9,14 +9,14 @@ from kernels.cpu.exponential import exp
 from kernels.cpu.jit import jit, next_item
 from kernels.cpu.memory import FLOAT32, INT32, INT64, LANES, Kind, Pointer, elements, load, size_of, store
 from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, online_softmax
-from kernels.cpu.tile import ROWS, TILE, add_product, score_product, transpose, transpose_width
+from kernels.cpu.tile import ROWS, TILE, add_product, dot_products, score_product, transpose, transpose_width
 
 DIRECT_ROWS = 8  # up to this many rows, values are converted on the fly; beyond, once per tile into scratch
 
 
 @jit
 def work(job_and_plan: tuple[Job, Plan]) -> None:
-    """One thread: take items until none is left."""
+    """One thread: take turns of items until none is left."""
     job, plan = job_and_plan
     scratch = scratch_of(job, plan.scratch + next_item(plan.next_thread) * plan.scratch_size)
     transposed, converted = elements(INT64, scratch.transposed_rows), elements(INT64, scratch.converted_rows)
@@ -25,11 +25,13 @@ def work(job_and_plan: tuple[Job, Plan]) -> None:
     for i in range(TILE):
         converted[i] = scratch.values + i * job.head_dim * 4
     num_items = plan.num_pieces * job.num_kv_heads
-    item = next_item(plan.next_item)
-    while item < num_items:
-        upcoming = next_item(plan.next_item)
-        attend(job, plan, scratch, item, min(upcoming, num_items - 1))
-        item = upcoming
+    first = next_item(plan.next_turn) * plan.turn_items
+    while first < num_items:
+        upcoming = next_item(plan.next_turn) * plan.turn_items
+        end = first + plan.turn_items
+        for item in range(first, end):
+            attend(job, plan, scratch, item, item + 1 if item + 1 < end else min(upcoming, num_items - 1))
+        first = upcoming
 
 
 @jit
@@ -112,6 +114,7 @@ def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, end
     table = elements(INT32, job.block_tables + sequence * job.table_row * 4)
     keys, values = elements(INT64, rows), elements(INT64, rows + TILE * 8)
     size = size_of(job.cache_kind)
+    key_step, value_step = job.key_slot * size, job.value_slot * size
     count = min(TILE, end - first_key)
     index = 0
     while index < count:
@@ -125,8 +128,10 @@ def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, end
         )
         run_length = min(job.block_size - offset, count - index)
         for i in range(run_length):
-            keys[index + i] = key + i * job.key_slot * size
-            values[index + i] = value + i * job.value_slot * size
+            keys[index + i] = key
+            values[index + i] = value
+            key += key_step
+            value += value_step
         index += run_length
     for i in range(count, TILE):
         keys[i] = keys[count - 1]
@@ -136,6 +141,9 @@ def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, end
 @jit
 def score(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: int, count: int) -> None:
     """scores = rows · keysᵀ for the tile."""
+    if num_rows <= ROWS:
+        score_few(job, scratch, rows, next_rows, num_rows, count)
+        return
     kind = job.cache_kind
     size, width = size_of(kind), transpose_width(kind)
     wide = job.head_dim // width * width
@@ -151,6 +159,23 @@ def score(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: int, 
     for row in range(0, num_rows, ROWS):
         left, result = scratch.query + row * row_size, scratch.scores + row * TILE * 4
         score_product(left, row_size, scratch.transposed_rows, job.head_dim, result)
+
+
+@jit
+def score_few(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: int, count: int) -> None:
+    """The same for at most 4 rows, which do not pay for transposing the keys."""
+    kind, dim = job.cache_kind, job.head_dim
+    for group in range(0, count, LANES):
+        keys, next_keys = rows + group * 8, next_rows + group * 8
+        result = scratch.scores + group * 4
+        if num_rows == 4:
+            dot_products(kind, 4, scratch.query, keys, next_keys, dim, result)
+        elif num_rows == 3:
+            dot_products(kind, 3, scratch.query, keys, next_keys, dim, result)
+        elif num_rows == 2:
+            dot_products(kind, 2, scratch.query, keys, next_keys, dim, result)
+        else:
+            dot_products(kind, 1, scratch.query, keys, next_keys, dim, result)
 
 
 @jit
@@ -174,9 +199,10 @@ def weigh(job: Job, scratch: Scratch, piece: Pointer, first_key: int, count: int
 
 @jit
 def accumulate(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: int, count: int) -> None:
-    """sums += weights · values for the tile."""
+    """sums += weights · values for the tile, 4 rows by 64 columns (16 at the end) at a time."""
     if num_rows <= DIRECT_ROWS:
-        add_products(job, scratch, job.cache_kind, 1, rows, next_rows, num_rows, count)
+        for row in range(0, num_rows, ROWS):
+            add_few(job, scratch, rows, next_rows, row, num_rows - row, count)
         return
     values = elements(INT64, rows)
     for i in range(count):
@@ -184,25 +210,50 @@ def accumulate(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: 
         converted = elements(FLOAT32, scratch.values + i * job.head_dim * 4)
         for j in range(job.head_dim):
             converted[j] = load(source, j)
-    add_products(job, scratch, FLOAT32, 0, scratch.converted_rows, next_rows, num_rows, count)
+    row_size = job.head_dim * 4
+    for row in range(0, num_rows, ROWS):
+        left, sums = scratch.scores + row * TILE * 4, scratch.sums + row * row_size
+        add_columns(job, FLOAT32, 4, 0, left, scratch.converted_rows, next_rows, count, sums)
 
 
 @jit
-def add_products(
-    job: Job, scratch: Scratch, kind: Kind, ahead: int, rows: int, next_rows: int, num_rows: int, count: int
+def add_few(
+    job: Job, scratch: Scratch, rows: int, next_rows: int, row: int, num_rows: int, count: int
 ) -> None:
-    """sums += weights · values, 4 rows by 64 columns (16 at the end) at a time."""
+    """The same for few rows: values as they lie in the cache."""
+    left, sums = scratch.scores + row * TILE * 4, scratch.sums + row * job.head_dim * 4
+    if num_rows >= 4:
+        add_columns(job, job.cache_kind, 4, 1, left, rows, next_rows, count, sums)
+    elif num_rows == 3:
+        add_columns(job, job.cache_kind, 3, 1, left, rows, next_rows, count, sums)
+    elif num_rows == 2:
+        add_columns(job, job.cache_kind, 2, 1, left, rows, next_rows, count, sums)
+    else:
+        add_columns(job, job.cache_kind, 1, 1, left, rows, next_rows, count, sums)
+
+
+@jit
+def add_columns(
+    job: Job,
+    kind: Kind,
+    num_rows: int,
+    ahead: int,
+    left: int,
+    rows: int,
+    next_rows: int,
+    depth: int,
+    sums: int,
+) -> None:
+    """sums += left · rows for `num_rows` rows, at most 4."""
     row_size = job.head_dim * 4
     wide = job.head_dim // 64 * 64
     size = size_of(kind)
-    for row in range(0, num_rows, ROWS):
-        left, sums = scratch.scores + row * TILE * 4, scratch.sums + row * row_size
-        for column in range(0, wide, 64):
-            place = sums + column * 4
-            add_product(kind, 4, ahead, left, rows, column * size, next_rows, count, place, row_size)
-        for column in range(wide, job.head_dim, LANES):
-            place = sums + column * 4
-            add_product(kind, 1, ahead, left, rows, column * size, next_rows, count, place, row_size)
+    for column in range(0, wide, 64):
+        place = sums + column * 4
+        add_product(kind, num_rows, 4, ahead, left, rows, column * size, next_rows, depth, place, row_size)
+    for column in range(wide, job.head_dim, LANES):
+        place = sums + column * 4
+        add_product(kind, num_rows, 1, ahead, left, rows, column * size, next_rows, depth, place, row_size)
 
 
 @jit

@@ -8,6 +8,7 @@ from kernels.cpu.tile import LINE, ROWS, TILE
 
 MAX_ROWS = 96  # rows of a piece: enough to pay for transposing the keys once per piece
 SPLIT = 256  # keys of a piece of a split sequence
+TURNS = 4  # turns per thread from which on a turn is a whole piece: its heads lie in the same pages of memory
 PIECE_FIELDS = (
     8  # sequence, first row, rows, first key, end of keys, split, splits, place of the partial results
 )
@@ -50,7 +51,8 @@ class Plan(NamedTuple):
     """Where the parts of the workspace lie (addresses), and how many pieces there are."""
 
     num_pieces: int
-    next_item: int  # int64 counter of items taken
+    turn_items: int  # items that a thread takes at a time
+    next_turn: int  # int64 counter of turns taken
     next_thread: int  # int64 counter of threads that came
     pieces: int  # PIECE_FIELDS × int64 each
     finished: int  # int64 per piece and KV head: splits of that sequence that are done
@@ -75,9 +77,9 @@ def lay_out(job: Job, workspace: int, num_pieces: int, partial_floats: int, thre
     scratch = partials + lines(partial_floats * 4)
     scratch_size = scratch_of(job, 0).end
     end = scratch + threads * scratch_size
-    return Plan(
-        num_pieces, workspace, workspace + LINE, pieces, finished, partials, scratch, scratch_size, end
-    )
+    turn_items = job.num_kv_heads if num_pieces >= TURNS * threads else 1
+    counters = workspace, workspace + LINE
+    return Plan(num_pieces, turn_items, *counters, pieces, finished, partials, scratch, scratch_size, end)
 
 
 @jit

@@ -1,6 +1,6 @@
-"""The two inner loops of attention, for vector registers: a small matrix product and a transposition.
+"""The inner loops of attention, for vector registers: small matrix products and a transposition.
 
-Both read rows through a list of addresses (int64): a row may lie anywhere, in the cache or in scratch. They
+They read rows through a list of addresses (int64): a row may lie anywhere, in the cache or in scratch. They
 are emitted as LLVM vectors of 16 floats, which LLVM fits to the registers that the CPU has.
 """
 
@@ -31,7 +31,17 @@ PAIRS = lanes(WORD, LANES)  # two 16-bit elements per lane
 LINE = 64  # bytes of a cache line
 TILE = 64  # keys of a tile of attention: 4 vectors of scores
 READ, SECOND_LEVEL, DATA = 0, 2, 1  # llvm.prefetch: what for, how near, which cache
+STRIP = 4  # keys that dot_products takes at a time: with 4 rows, 16 sums in registers
+STRIPS = LANES // STRIP
 ROWS = 4  # rows of one product: 4 × 4 vectors of sums, which leaves half of AVX-512's registers for operands
+
+
+def literal_value(number: Any) -> int:
+    """The value of a literal argument of an intrinsic; where numba tried without, ask it for the literal."""
+    if not isinstance(number, types.IntegerLiteral):
+        raise RequireLiteralValue("rows, vectors, ahead and wide are literals")
+    value: int = number.literal_value
+    return value
 
 
 @intrinsic
@@ -42,7 +52,7 @@ def score_product(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         left, left_stride, right_rows, depth, result = arguments
-        product = Product(types.float32, TILE // LANES, keep=False, ahead=False)
+        product = Product(types.float32, ROWS, TILE // LANES, keep=False, ahead=False)
         zero, stride = INT64(0), INT64(TILE * 4)
         emit_product(builder, product, left, left_stride, right_rows, zero, zero, depth, result, stride)
         return context.get_dummy_value()
@@ -55,6 +65,7 @@ def score_product(
 def add_product(
     typing_context: Any,
     kind: Any,
+    rows: Any,
     vectors: Any,
     ahead: Any,
     left: Any,
@@ -65,17 +76,17 @@ def add_product(
     result: Any,
     result_stride: Any,
 ) -> Any:
-    """result[0:4, 0:16·vectors] += left[0:4, 0:depth] @ right[0:depth, …].
+    """result[0:rows, 0:16·vectors] += left[0:rows, 0:depth] @ right[0:depth, …].
 
     left is float32 [..., 64]; right's row k starts at right_rows[k] + offset (bytes) and holds elements of
-    `kind`; if `ahead`, the same place of next_rows is brought nearer. `vectors` and `ahead` are literals.
+    `kind`; if `ahead`, the same place of next_rows is brought nearer. `rows` (up to 4), `vectors` and `ahead`
+    are literals.
     """
-    if not isinstance(vectors, types.IntegerLiteral) or not isinstance(ahead, types.IntegerLiteral):
-        raise RequireLiteralValue("vectors and ahead are literals")
-    product = Product(kind, vectors.literal_value, keep=True, ahead=bool(ahead.literal_value))
+    literals = [literal_value(number) for number in (rows, vectors, ahead)]
+    product = Product(kind, literals[0], literals[1], keep=True, ahead=bool(literals[2]))
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, _, left, right_rows, offset, next_rows, depth, result, stride = arguments
+        _, _, _, _, left, right_rows, offset, next_rows, depth, result, stride = arguments
         left_stride = INT64(TILE * 4)
         emit_product(
             builder, product, left, left_stride, right_rows, offset, next_rows, depth, result, stride
@@ -83,13 +94,14 @@ def add_product(
         return context.get_dummy_value()
 
     int64 = types.int64
-    return types.void(kind, vectors, ahead, int64, int64, int64, int64, int64, int64, int64), codegen
+    return types.void(kind, rows, vectors, ahead, int64, int64, int64, int64, int64, int64, int64), codegen
 
 
 class Product(NamedTuple):
     """What is fixed when a product is compiled."""
 
     kind: Any
+    rows: int
     vectors: int
     keep: bool
     ahead: bool
@@ -107,10 +119,10 @@ def emit_product(
     result: Any,
     result_stride: Any,
 ) -> None:
-    """The loop over the depth: a row of right against four numbers of left, 4 · vectors sums in registers."""
+    """The loop over the depth: a row of right against a column of left, rows · vectors sums in registers."""
     kind = product.kind
-    left_rows = [emit_place(builder, left, left_stride, row, 0) for row in range(ROWS)]
-    cells = [(row, vector) for row in range(ROWS) for vector in range(product.vectors)]
+    left_rows = [emit_place(builder, left, left_stride, row, 0) for row in range(product.rows)]
+    cells = [(row, vector) for row in range(product.rows) for vector in range(product.vectors)]
     places = [
         builder.bitcast(emit_place(builder, result, result_stride, row, vector), VECTOR.as_pointer())
         for row, vector in cells
@@ -129,7 +141,7 @@ def emit_product(
             emit_load(builder, kind, builder.gep(right, [INT64(LANES * vector)]), LANES)
             for vector in range(product.vectors)
         ]
-        for row in range(ROWS):
+        for row in range(product.rows):
             factor = emit_broadcast(builder, builder.load(builder.gep(left_rows[row], [loop.index])))
             for vector, operand in enumerate(operands):
                 total = sums[row, vector]
@@ -145,6 +157,92 @@ def emit_place(builder: Any, base: Any, stride: Any, row: int, vector: int) -> A
 
 
 @literal_intrinsic
+def dot_products(
+    typing_context: Any, kind: Any, rows: Any, left: Any, keys: Any, next_keys: Any, depth: Any, result: Any
+) -> Any:
+    """result[0:rows, 0:16] = left[0:rows, 0:depth] @ keysᵀ for 16 keys as they lie: nothing is transposed.
+
+    left is float32 [rows, depth], result float32 [..., 64]; key k starts at keys[k] and holds `depth`
+    elements of `kind`, a multiple of 16; next_keys are brought nearer. `rows` (up to 4) is a literal.
+    """
+    count = literal_value(rows)
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        _, _, left, keys, next_keys, depth, result = arguments
+        row_size = builder.mul(depth, INT64(4))
+        left_rows = [emit_place(builder, left, row_size, row, 0) for row in range(count)]
+        strips = cgutils.alloca_once(builder, VECTOR, size=count * STRIPS)
+        with cgutils.for_range(builder, INT64(STRIPS)) as loop:
+            first_key = builder.mul(loop.index, INT64(STRIP))
+            sums = emit_dots(builder, kind, left_rows, keys, next_keys, first_key, depth)
+            for row, vectors in enumerate(sums):
+                place = builder.gep(strips, [builder.add(loop.index, INT64(row * STRIPS))])
+                builder.store(emit_fold(builder, vectors, 1), place)
+        for row in range(count):
+            places = [builder.gep(strips, [INT64(row * STRIPS + strip)]) for strip in range(STRIPS)]
+            total = emit_fold(builder, [builder.load(place) for place in places], STRIP)
+            place = emit_place(builder, result, INT64(TILE * 4), row, 0)
+            builder.store(total, builder.bitcast(place, VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    int64 = types.int64
+    return types.void(kind, rows, int64, int64, int64, int64, int64), codegen
+
+
+def emit_dots(
+    builder: Any,
+    kind: Any,
+    left_rows: list[Any],
+    keys: Any,
+    next_keys: Any,
+    first_key: Any,
+    depth: Any,
+) -> list[list[Any]]:
+    """Per row and key of a strip, a vector whose lanes sum up to row · key; a line of the keys at a time."""
+    indices = [builder.add(first_key, INT64(key)) for key in range(STRIP)]
+    zero, line = INT64(0), INT64(LINE // SIZES[kind])  # elements
+    key_rows, upcoming = (
+        [builder.inttoptr(emit_row(builder, rows, index, zero), BITS[kind].as_pointer()) for index in indices]
+        for rows in (keys, next_keys)
+    )
+    sums = [[cgutils.alloca_once(builder, VECTOR) for _ in indices] for _ in left_rows]
+    for total in (total for row in sums for total in row):
+        builder.store(splat(FLOAT, 0.0, LANES), total)
+
+    def emit_step(place: Any) -> None:
+        operands = [emit_load(builder, kind, builder.gep(key, [place]), LANES) for key in key_rows]
+        for left_row, row_sums in zip(left_rows, sums, strict=True):
+            factor = emit_load(builder, types.float32, builder.gep(left_row, [place]), LANES)
+            for operand, total in zip(operands, row_sums, strict=True):
+                builder.store(emit_math(builder, "fma", factor, operand, builder.load(total)), total)
+
+    whole = builder.and_(depth, INT64(-line.constant))
+    with cgutils.for_range_slice(builder, zero, whole, line, inc=True) as (place, _):
+        for row in upcoming:
+            emit_prefetch(builder, builder.ptrtoint(builder.gep(row, [place]), INT64))
+        for vector in range(line.constant // LANES):
+            emit_step(builder.add(place, INT64(vector * LANES)))
+    with cgutils.for_range_slice(builder, whole, depth, INT64(LANES), inc=True) as (place, _):
+        emit_step(place)
+    return [[builder.load(total) for total in row] for row in sums]
+
+
+def emit_fold(builder: Any, vectors: list[Any], distance: int) -> Any:
+    """Halve the number of vectors until one is left, by sums of lanes at `distance`, 2 · `distance`, …
+
+    16 vectors folded from distance 1 on become one, whose lane i is the sum of vector i.
+    """
+    while len(vectors) > 1:
+        low, high = swap_orders(distance)
+        vectors = [
+            builder.fadd(emit_shuffle(builder, a, b, low), emit_shuffle(builder, a, b, high))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        distance *= 2
+    return vectors[0]
+
+
+@literal_intrinsic
 def transpose(
     typing_context: Any, kind: Any, wide: Any, rows: Any, offset: Any, result: Any, next_rows: Any
 ) -> Any:
@@ -153,9 +251,7 @@ def transpose(
     Row i starts at rows[i] + offset (an address plus bytes); result is float32 [..., 64]. The same place of
     next_rows is brought nearer. `wide` (0 or 1) is a literal.
     """
-    if not isinstance(wide, types.IntegerLiteral):
-        raise RequireLiteralValue("wide is a literal")
-    paired = bool(wide.literal_value) and SIZES[kind] == 2
+    paired = bool(literal_value(wide)) and SIZES[kind] == 2
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, _, rows, offset, result, next_rows = arguments
@@ -220,14 +316,20 @@ def emit_transpose(builder: Any, values: list[Any]) -> list[Any]:
     values = list(values)
     distance = 1
     while distance < LANES:
-        keep_low = [i if not i & distance else i - distance + LANES for i in range(LANES)]
-        keep_high = [i + distance if not i & distance else i + LANES for i in range(LANES)]
+        keep_low, keep_high = swap_orders(distance)
         for low in (i for i in range(LANES) if not i & distance):
             first, second = values[low], values[low + distance]
             values[low] = emit_shuffle(builder, first, second, keep_low)
             values[low + distance] = emit_shuffle(builder, first, second, keep_high)
         distance *= 2
     return values
+
+
+def swap_orders(distance: int) -> tuple[list[int], list[int]]:
+    """Lanes of the first and second vector that come of two when lanes at `distance` are swapped."""
+    keep_low = [i if not i & distance else i - distance + LANES for i in range(LANES)]
+    keep_high = [i + distance if not i & distance else i + LANES for i in range(LANES)]
+    return keep_low, keep_high
 
 
 def emit_shuffle(builder: Any, first: Any, second: Any, order: list[int]) -> Any:
