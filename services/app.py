@@ -34,6 +34,7 @@ from services.models import ModelsRoute
 from services.openapi import openapi_route
 from services.redis_journal import RedisJournals
 from services.request_id import HEADER, RequestIds
+from services.stream_tail import STREAM_ID
 from services.streams import Streams
 from services.streams_route import StreamsRoute
 from services.tokenizer import load_tokenizer
@@ -115,7 +116,7 @@ def make_middleware(config: FrontendConfig) -> list[Middleware]:
                 allow_origins=origins,
                 allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
                 allow_headers=["*"],
-                expose_headers=[HEADER],
+                expose_headers=[HEADER, STREAM_ID.decode()],
             )
         )
     middleware.append(Middleware(ApiKeys, config=config))
@@ -139,7 +140,7 @@ def make_routes(context: Context, streams: Streams) -> list[Route]:
         Route("/v1/models/{model:path}", models.one),
         Route("/v1/completions", completions.answer, methods=["POST"]),
         Route("/v1/chat/completions", chat.answer, methods=["POST"]),
-        Route("/v1/streams/{id}", StreamsRoute(context.config, streams).resume),
+        *StreamsRoute(context.config, streams).routes(),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         *introspection_routes(context),

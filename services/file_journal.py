@@ -305,6 +305,12 @@ class FileJournals:
         lock.release()
         return None
 
+    async def discard(self, stream_id: str) -> None:
+        try:
+            (self._folder / stream_id).unlink(missing_ok=True)
+        except OSError as error:
+            raise unavailable(error) from None
+
     async def sweep(self) -> None:
         try:
             self._unseen = self._unseen or sorted(self._folder.iterdir())

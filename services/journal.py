@@ -216,6 +216,9 @@ class Journals(Protocol):
         journal that cannot be reached.
         """
 
+    async def discard(self, stream_id: str) -> None:
+        """Remove it, whoever owns it: its owner learns of it when it renews. Raises PagekeeperError."""
+
     async def sweep(self) -> None:
         """A bounded piece of removing what has outlived its time; call it every second. Never raises."""
 

@@ -49,6 +49,9 @@ STALE_EVENTS: Final = CounterSpec(
 UNREADABLE: Final = CounterSpec(
     "pagekeeper_unreadable_token_batches", "Messages on the token socket that are no token batch"
 )
+TAKEN_OVER: Final = CounterSpec(
+    "pagekeeper_taken_over_streams", "Resumable streams continued in the place of a frontend that ended"
+)
 TTFT: Final = HistogramSpec("vllm:time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
 ITL: Final = HistogramSpec("vllm:inter_token_latency_seconds", "Between tokens of one choice", _SECONDS)
 TPOT: Final = HistogramSpec(
@@ -65,6 +68,7 @@ SPECS: Final = (
     RESUBMITTED,
     STALE_EVENTS,
     UNREADABLE,
+    TAKEN_OVER,
     TTFT,
     ITL,
     TPOT,

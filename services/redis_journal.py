@@ -106,6 +106,13 @@ if ARGV[6] == '1' then
 end
 return 1
 """
+# An owner finds another one in its place.
+_DISCARD: Final = """
+if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('SET', KEYS[2], 'nobody', 'EX', ARGV[3]) end
+redis.call('DEL', KEYS[1], KEYS[3], KEYS[4], KEYS[5])
+redis.call('ZREM', KEYS[6], ARGV[5])
+return 1
+"""
 
 
 class _Store:
@@ -115,7 +122,13 @@ class _Store:
         self.ttl = max(1, round(ttl))
         self.redis = _connect(url, CONNECTIONS)
         self.readers = _connect(url, READERS)  # apart: each holds its connection while it waits
-        texts = {"create": _CREATE, "append": _APPEND, "claim": _CLAIM, "release": _RELEASE}
+        texts = {
+            "create": _CREATE,
+            "append": _APPEND,
+            "claim": _CLAIM,
+            "release": _RELEASE,
+            "discard": _DISCARD,
+        }
         self._scripts = {name: self.redis.register_script(text) for name, text in texts.items()}
 
     async def close(self) -> None:
@@ -317,6 +330,12 @@ class RedisJournals:
         except JournalError:
             return None
         return None
+
+    async def discard(self, stream_id: str) -> None:
+        try:
+            await self._store.run("discard", stream_id, "")
+        except JournalError as error:
+            raise unavailable(error) from None
 
     async def sweep(self) -> None:
         """Redis does it."""

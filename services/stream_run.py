@@ -113,6 +113,11 @@ class StreamRun:
         self._abandoned = True
         self.stop()
 
+    def discard(self) -> None:
+        """It was asked to go, with its journal."""
+        self.lost = True
+        self.abandon()
+
     def stop(self) -> None:
         """End here; what is in the journal stays, for another frontend."""
         self._stopping = True

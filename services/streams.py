@@ -15,6 +15,7 @@ from services.call import Call, Identity
 from services.context import Context
 from services.errors import ApiError
 from services.journal import Journal, Journals, StreamSpec
+from services.metrics import TAKEN_OVER
 from services.openai_types import GenerationRequest
 from services.request_log import LOGGED
 from services.sse import Answer, Renderer
@@ -106,6 +107,20 @@ class Streams:
             raise no_stream(stream_id)
         return await source.successor()
 
+    async def discard(self, stream_id: str, owner: str) -> None:
+        """End a stream and remove what is kept of it. Raises ApiError 404, or PagekeeperError."""
+        run = self.running(stream_id)
+        if run is not None and run.state.spec.owner == owner and not run.over:
+            run.discard()
+            return
+        follower = await self._journals.follow(stream_id)
+        if follower is None:
+            raise no_stream(stream_id)
+        await follower.close()
+        if follower.state.spec.owner != owner:
+            raise no_stream(stream_id)
+        await self._journals.discard(stream_id)
+
     def running(self, stream_id: str) -> StreamRun | None:
         """The stream as it runs here, if it does."""
         run = self._runs.get(stream_id)
@@ -125,6 +140,7 @@ class Streams:
         except ApiError:
             await journal.close()
             raise
+        self._context.metrics.count(TAKEN_OVER)
         log.info("taking over stream %s after event %d", stream_id, journal.state.ring.next - 1)
         return await self._start(call, renderer, journal, stream_id, adopted=True)
 

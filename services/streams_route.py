@@ -1,9 +1,11 @@
-"""GET /v1/streams/{id}: go on with a resumable stream, on any frontend."""
+"""GET and DELETE /v1/streams/{id}: go on with a resumable stream, or end it, on any frontend."""
 
 from typing import Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from services.config import FrontendConfig
 from services.errors import ApiError, invalid
@@ -15,17 +17,26 @@ HEADER: Final = "last-event-id"
 
 
 class StreamsRoute:
-    """The endpoint."""
+    """Both methods."""
 
     def __init__(self, config: FrontendConfig, streams: Streams) -> None:
         self._config = config
         self._streams = streams
 
+    def routes(self) -> list[Route]:
+        """One path."""
+        path = "/v1/streams/{id}"
+        return [Route(path, self.resume), Route(path, self.remove, methods=["DELETE"])]
+
+    async def remove(self, request: Request) -> Response:
+        stream_id = _stream_id(request)
+        await self._streams.discard(stream_id, owner_of(request))
+        return Response(
+            msgspec.json.encode({"id": stream_id, "deleted": True}), media_type="application/json"
+        )
+
     async def resume(self, request: Request) -> Answer:
-        stream_id = request.path_params["id"]
-        after = _last_event(request)
-        if not STREAM_IDS.fullmatch(stream_id):
-            raise no_stream(stream_id)
+        stream_id, after = _stream_id(request), _last_event(request)
         source = await self._streams.source(stream_id, owner_of(request))
         try:
             answer = self._answer(request, source, after)
@@ -51,6 +62,14 @@ class StreamsRoute:
         if request.method == "HEAD":
             return Response(headers=headers)
         return Tail(self._config, source, after)
+
+
+def _stream_id(request: Request) -> str:
+    """Raises ApiError 404 for what can be none."""
+    stream_id: str = request.path_params["id"]
+    if not STREAM_IDS.fullmatch(stream_id):
+        raise no_stream(stream_id)
+    return stream_id
 
 
 def _last_event(request: Request) -> int | None:

@@ -1,6 +1,7 @@
 """A real Redis for tests, from Debian's package, on a socket file of its own."""
 
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -35,6 +36,13 @@ class RedisServer:
             [program, "--unixsocket", str(self._socket), *argv], stdout=subprocess.DEVNULL
         )
         wait_until(self._socket.exists, "Redis's socket")
+
+    def freeze(self) -> None:
+        """It accepts connections, and answers nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

@@ -161,6 +161,21 @@ def test_one_that_was_removed_is_unknown_and_lost_to_its_readers(check: Any) -> 
     check(test)
 
 
+def test_anybody_may_discard_it_and_its_owner_learns_of_it(check: Any) -> None:
+    async def test(here: Journals, there: Journals) -> None:
+        journal = await here.create(spec())
+        await journal.append(batch(1, b"a"))
+        await there.discard(ID)
+        await there.discard("cmpl-ff")
+        assert await there.follow(ID) is None
+        assert await there.take_over(ID) is None
+        with pytest.raises(JournalLost):
+            await journal.renew()
+        await journal.close()
+
+    check(test)
+
+
 def test_readers_elsewhere_are_seen(check: Any) -> None:
     async def test(here: Journals, there: Journals) -> None:
         journal = await here.create(spec())
@@ -367,6 +382,24 @@ def test_every_key_expires(redis: RedisServer) -> None:
         assert [name for name in raw.scan_iter("pagekeeper:*") if b"reader" not in name] == []
         await journals.close()
 
+    asyncio.run(test())
+
+
+def test_a_redis_that_hangs_is_an_error_within_a_bound(redis: RedisServer) -> None:
+    async def test() -> None:
+        journals = RedisJournals(redis.url, 3, 1000, 60.0)
+        journal = await journals.create(spec())
+        redis.freeze()
+        try:
+            calls = (journal.append(batch(1, b"a")), journals.create(spec("cmpl-01")), journals.follow(ID))
+            ends = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        finally:
+            redis.thaw()
+        assert [type(end) for end in ends] == [JournalError, PagekeeperError, PagekeeperError]
+        await journal.remove()
+        await journals.close()
+
+    Redis.from_url(redis.url).flushall()
     asyncio.run(test())
 
 

@@ -1,15 +1,22 @@
 """A stream that cannot go on gets exactly one error event, then [DONE]; what has not begun gets a status."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
+from starlette.types import Message
 
 import services.backend
+from services.config import FrontendConfig
+from services.journal import EVENT_OVERHEAD, Batch, StreamState
+from services.stream_tail import Source, Tail
 from tests.services.fake_stack import Stack, says, wait_until
+from tests.services.test_journal import SPEC
 
 PLAIN: dict[str, Any] = {"prompt": "Hello", "max_tokens": 100, "stream": True}
 RESUMABLE: dict[str, Any] = {**PLAIN, "stream_options": {"resumable": True}}
@@ -103,3 +110,30 @@ def test_the_manager_stays_away() -> None:
 
     readers = run(fail, "manager_absent", manager_timeout_seconds=0.5)
     assert [reader.status for reader in readers] == [200, 200, 503]
+
+
+def test_a_reader_that_is_too_slow_is_told_what_it_missed() -> None:
+    state = StreamState(SPEC, 4 * (1 + EVENT_OVERHEAD))
+    for number in range(1, 9):
+        state.apply(Batch(number, (b"%d" % number,)))
+
+    async def test() -> list[Message]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+        source = Mock(spec=Source, state=state, begun=True, numbered_to=None)
+        await Tail(FrontendConfig(), source, 2)({"type": "http"}, receive, send)
+        return sent
+
+    start, end = asyncio.run(test())
+    assert (b"x-stream-id", b"cmpl-0") in start["headers"]
+    error, done, _ = end["body"].split(b"\n\n")
+    assert json.loads(error[6:])["error"]["code"] == "events_dropped"
+    assert done == b"data: [DONE]"
+    assert not end["more_body"]

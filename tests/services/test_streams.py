@@ -158,6 +158,22 @@ def test_it_belongs_to_the_key_that_made_it(stack: Stack) -> None:
         assert resume(url, stream_id, key="three").status_code == 401
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_it_can_be_ended_on_any_frontend(stack: Stack, at: int) -> None:
+    stack.manager.hold_at = 3
+    stream_id, _ = first_of(stack, 1)
+    url = f"{stack.urls[at]}/v1/streams/{stream_id}"
+    assert httpx.delete(url, headers=keyed("two")).status_code == 404
+    with httpx.stream("GET", f"{stack.url}/v1/streams/{stream_id}", headers=keyed(), timeout=20) as reader:
+        assert httpx.delete(url, headers=keyed()).json() == {"id": stream_id, "deleted": True}
+        *_, (number, error), done = parse(reader.iter_lines())
+    assert (number, json.loads(error)["error"]["code"]) == (None, "not_found")
+    assert done == (None, "[DONE]")
+    wait_until(lambda: len(stack.manager.cancels) == 1, "the cancel")
+    for method in ("GET", "DELETE"):
+        assert resume(stack.urls[1 - at], stream_id, method=method).status_code == 404
+
+
 @pytest.mark.parametrize("stream_id", ["cmpl-" + "0" * 32, "..%2f..%2fkv.bin", "x"])
 def test_an_unknown_one_is_404(stack: Stack, stream_id: str) -> None:
     assert resume(stack.url, stream_id).status_code == 404
