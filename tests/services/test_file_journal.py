@@ -1,0 +1,140 @@
+"""Journals as files: what is torn, flipped, full or stuck."""
+
+import asyncio
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvmanager.errors import PagekeeperError
+from services.file_journal import STUCK, FileFollower, FileJournal, FileJournals
+from services.journal import JournalError
+from tests.services.test_journals import ID, batch, spec
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="pk-", dir="/dev/shm") as name:
+        yield name
+
+
+def files(folder: str) -> list[str]:
+    return sorted(os.listdir(Path(folder) / "streams"))
+
+
+def test_files_are_private_and_go_when_their_time_is_over(folder: str) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, ttl=60.0)
+        for name in ("cmpl-00", "cmpl-01", "cmpl-02"):
+            journal = await journals.create(spec(name))
+            await journal.append(batch(1, b"a"))
+            if name != "cmpl-02":
+                await journal.close()
+        streams = Path(folder) / "streams"
+        assert streams.stat().st_mode & 0o777 == 0o700
+        assert {path.stat().st_mode & 0o777 for path in streams.iterdir()} == {0o600}
+        (streams / "cmpl-0e.new").touch()
+        (streams / "cmpl-0f.lock").touch()
+        for name in ("cmpl-01", "cmpl-02", "cmpl-0e.new", "cmpl-0f.lock"):
+            os.utime(streams / name, (0, time.time() - 61))
+        assert await journals.follow("cmpl-01") is None, "expired, though it is still there"
+        await journals.sweep()
+        assert files(folder) == ["cmpl-00", "cmpl-02", "cmpl-02.lock"], "what has an owner stays"
+        await journal.remove()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 20])
+def test_what_a_killed_frontend_did_not_finish_writing_is_not_there(folder: str, cut: int) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, 60.0)
+        journal = await journals.create(spec())
+        await journal.append(batch(1, b"a"))
+        await journal.append(batch(2, b"bbbbbbbbbbbbbbbbbbbb"))
+        await journal.close()
+        path = Path(folder) / "streams" / ID
+        os.truncate(path, path.stat().st_size - cut)
+        follower = await journals.follow(ID)
+        assert follower is not None
+        assert follower.state.ring.next == 2
+        heir = await journals.take_over(ID)
+        assert heir is not None
+        await heir.append(batch(2, b"c"))
+        await follower.refresh(0.0)
+        assert follower.state.ring.since(0) == [b"a", b"c"]
+        await heir.remove()
+        await follower.close()
+
+    asyncio.run(test())
+
+
+def test_a_flipped_bit_ends_what_can_be_read(folder: str) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, 60.0)
+        journal = await journals.create(spec())
+        await journal.append(batch(1, b"a"))
+        await journal.append(batch(2, b"bbbb"))
+        path = Path(folder) / "streams" / ID
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+        follower = FileFollower(path, 1000)
+        assert follower.state.ring.since(0) == [b"a"]
+        path.write_bytes(b"\0" * 64)
+        with pytest.raises(PagekeeperError, match="no readable beginning"):
+            await journals.follow(ID)
+        await journal.remove()
+        await follower.close()
+
+    asyncio.run(test())
+
+
+def test_no_space_is_an_error_that_leaves_the_journal_readable(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, 60.0)
+        journal = await journals.create(spec())
+        await journal.append(batch(1, b"a"))
+        with monkeypatch.context() as patch:
+            patch.setattr("services.file_journal.os.write", full)
+            with pytest.raises(JournalError, match="No space left"):
+                await journal.append(batch(2, b"b"))
+            with pytest.raises(PagekeeperError, match="No space left") as refused:
+                await journals.create(spec("cmpl-01"))
+        assert refused.value.code == "journal_unavailable"
+        assert files(folder) == [ID, f"{ID}.lock"]
+        await journal.append(batch(2, b"b"))
+        assert journal.state.ring.since(0) == [b"a", b"b"]
+        await journal.remove()
+        assert files(folder) == []
+
+    asyncio.run(test())
+
+
+def test_an_owner_that_is_stopped_does_not_keep_readers_for_ever(folder: str) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, 600.0)
+        journal = await journals.create(spec())
+        await journal.append(batch(1, b"a"))
+        follower = await journals.follow(ID)
+        assert follower is not None
+        await follower.refresh(0.0)
+        os.utime(Path(folder) / "streams" / ID, (0, time.time() - STUCK - 1))
+        with pytest.raises(JournalError, match="has done nothing for 31 s"):
+            await follower.refresh(0.0)
+        assert isinstance(journal, FileJournal)
+        assert await journal.renew()
+        await follower.refresh(0.0)
+        await follower.close()
+        await journal.remove()
+
+    asyncio.run(test())
