@@ -21,14 +21,10 @@ from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     Answer,
     Cancel,
-    Pin,
-    PinsAnswer,
-    PinsQuery,
     Query,
     Stats,
     StatsQuery,
     Submit,
-    Unpin,
     decode_token_batch,
 )
 from services.generation import Generation
@@ -127,13 +123,6 @@ class Backend:
         """Ask the manager; None if it does not answer within `timeout` seconds."""
         stats: Stats | None = await self.ask(StatsQuery, timeout)
         return stats
-
-    async def pins(
-        self, message: Callable[[int], Pin | Unpin | PinsQuery], timeout: float
-    ) -> PinsAnswer | None:
-        """Ask the manager, with the query's number; None if it does not answer within `timeout` seconds."""
-        answer: PinsAnswer | None = await self.ask(message, timeout)
-        return answer
 
     async def ask(self, message: Callable[[int], Query], timeout: float) -> Any:
         """Put any question to the manager, made with its number. Its Answer, of the kind that belongs to the

@@ -18,14 +18,13 @@ from services.auth import observer
 from services.context import Context
 from services.errors import from_pagekeeper, invalid
 from services.kv_answers import PinCard, PinList
+from services.kv_ask import RETRY_AFTER, ask, reply
 from services.kv_prompt import check_prompt, prompt_tokens
 from services.kv_types import PinRequest
 from services.validation import decode_request
 
-TIMEOUT: Final = 5.0  # seconds
 DEFAULT_TTL: Final = 3600.0  # seconds
 LONGEST_TTL: Final = 30 * 86400.0  # seconds
-RETRY_AFTER: Final = 1.0  # seconds
 
 _decoder = msgspec.json.Decoder(PinRequest)
 
@@ -49,7 +48,7 @@ class PinsRoute:
         tenant = self._tenant(request)
         answer = await self._ask(lambda number: PinsQuery(number, tenant))
         pins = [card(pin) for pin in answer.pins]
-        return _json(PinList(pins, answer.pinned_blocks, answer.budget_blocks))
+        return reply(PinList(pins, answer.pinned_blocks, answer.budget_blocks))
 
     async def add(self, request: Request) -> Response:
         tenant = self._tenant(request)
@@ -60,7 +59,7 @@ class PinsRoute:
             lambda number: Pin(number, body.name, tokens, body.cache_salt or "", ttl, tenant)
         )
         (pin,) = (pin for pin in answer.pins if pin.name == body.name)
-        return _json(card(pin))
+        return reply(card(pin))
 
     async def remove(self, request: Request) -> Response:
         tenant = self._tenant(request)
@@ -76,10 +75,7 @@ class PinsRoute:
 
     async def _ask(self, message: Callable[[int], Pin | Unpin | PinsQuery]) -> PinsAnswer:
         """Raises ApiError: no answer, or what the manager refused."""
-        answer = await self._context.backend.pins(message, TIMEOUT)
-        if answer is None:
-            text = f"the KV manager does not answer (within {TIMEOUT:g} s); it may still do what was asked"
-            raise from_pagekeeper(PagekeeperError("manager_absent", text, RETRY_AFTER))
+        answer = await ask(self._context.backend, message, PinsAnswer)
         if answer.code:
             raise from_pagekeeper(PagekeeperError(answer.code, answer.message, RETRY_AFTER))
         return answer
@@ -98,7 +94,3 @@ def check(body: PinRequest) -> float:
 
 def card(pin: Pinned) -> PinCard:
     return PinCard(pin.name, pin.blocks, pin.tokens, round(pin.expires_in, 3))
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
