@@ -161,3 +161,10 @@ class Text(msgspec.Struct):
     """Answer of /detokenize."""
 
     prompt: str
+
+
+class DeletedStream(msgspec.Struct):
+    """Answer of DELETE /v1/streams/{id}."""
+
+    id: str
+    deleted: bool = True

@@ -10,7 +10,15 @@ from services.errors import ErrorEnvelope
 from services.kv_pages import MAX_BLOCK_ID, MAX_CURSOR_CHARS, MAX_LEVELS, MAX_MAP, MAX_NODES, MAX_QUERY_CHARS
 from services.kv_state import REQUEST_STATES
 from services.kv_tree import SORTS
-from services.openai_responses import ChatCompletion, Completion, ModelCard, ModelList, Text, Tokens
+from services.openai_responses import (
+    ChatCompletion,
+    Completion,
+    DeletedStream,
+    ModelCard,
+    ModelList,
+    Text,
+    Tokens,
+)
 from services.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 Schema = dict[str, Any]
@@ -98,6 +106,14 @@ API: Final = (
         ),
         media=(STREAM,),
         others=(("204", None, "Nothing is left to say."),),
+    ),
+    Operation(
+        "DELETE",
+        "/v1/streams/{id}",
+        "api",
+        "End a resumable stream.",
+        answer=DeletedStream,
+        parameters=(Parameter("id", {"type": "string"}, "the answer's id", "path", True),),
     ),
     Operation("POST", "/tokenize", "api", "Text or messages to token ids.", TokenizeRequest, Tokens),
     Operation("POST", "/detokenize", "api", "Token ids to text.", DetokenizeRequest, Text),

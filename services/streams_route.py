@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from services.config import FrontendConfig
 from services.errors import ApiError, invalid
+from services.openai_responses import DeletedStream
 from services.sse import SSE_HEADERS, Answer
 from services.stream_tail import STREAM_ID, Source, Tail, gone
 from services.streams import STREAM_IDS, Streams, no_stream, owner_of
@@ -31,9 +32,7 @@ class StreamsRoute:
     async def remove(self, request: Request) -> Response:
         stream_id = _stream_id(request)
         await self._streams.discard(stream_id, owner_of(request))
-        return Response(
-            msgspec.json.encode({"id": stream_id, "deleted": True}), media_type="application/json"
-        )
+        return Response(msgspec.json.encode(DeletedStream(stream_id)), media_type="application/json")
 
     async def resume(self, request: Request) -> Answer:
         stream_id, after = _stream_id(request), _last_event(request)
