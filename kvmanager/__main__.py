@@ -22,6 +22,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
+    gc.disable()  # a pool of many records is many objects, and none of them is garbage
     try:
         server = Server(config)
     except (PagekeeperError, OSError) as error:
@@ -30,6 +31,7 @@ def main() -> int:
     try:
         gc.freeze()  # what is there now stays: the collector need not look at it again
         gc.set_threshold(COLLECT_AFTER)
+        gc.enable()
         server.run()
     finally:
         server.close()

@@ -23,7 +23,9 @@ from kvmanager.hashing import HASH_BYTES, NO_SALT, TOKEN_BYTES
 _CHECKSUM = struct.Struct("<I")
 _FIXED = struct.Struct("<BxHQ8s32s32s32sd")
 _body = lru_cache(lambda block_size: struct.Struct(f"{_FIXED.format}{block_size * TOKEN_BYTES}s"))
+_whole = lru_cache(lambda block_size: struct.Struct(f"<I{_body(block_size).format.removeprefix('<')}"))
 _ZEROS = bytes(HASH_BYTES)
+assert (FREE, RESERVED, SEALED) == (0, 1, 2), "those that a record may have come first"
 
 
 def record_bytes(block_size: int) -> int:
@@ -48,22 +50,36 @@ def pack(record: BlockRecord, block_size: int) -> bytes:
 
 def unpack(data: bytes, block_size: int) -> BlockRecord | None:
     """None if the record is damaged."""
-    body = data[_CHECKSUM.size :]
-    if _CHECKSUM.unpack_from(data)[0] != crc32(body):
-        return None
-    state, length, generation, owner, digest, parent, salt, sealed_at = _FIXED.unpack_from(body)
-    if state not in (FREE, RESERVED, SEALED) or length > block_size:
-        return None
-    return BlockRecord(
-        state,
-        generation,
-        owner,
-        NO_HASH if digest == _ZEROS else digest,
-        NO_HASH if parent == _ZEROS else parent,
-        NO_SALT if salt == _ZEROS else salt,
-        body[_FIXED.size : _FIXED.size + length * TOKEN_BYTES],
-        sealed_at,
-    )
+    return unpack_all(data, block_size)[0]
+
+
+def unpack_all(data: "bytes | mmap.mmap", block_size: int) -> list[BlockRecord | None]:
+    """Records that lie one after the other; None where one is damaged."""
+    found: list[BlockRecord | None] = []
+    add, size, width = found.append, record_bytes(block_size), block_size * TOKEN_BYTES
+    with memoryview(data) as view:
+        end = 0
+        for checksum, state, length, generation, owner, digest, parent, salt, sealed_at, tokens in _whole(
+            block_size
+        ).iter_unpack(view):
+            start, end = end + _CHECKSUM.size, end + size
+            length *= TOKEN_BYTES
+            if checksum != crc32(view[start:end]) or state > SEALED or length > width:
+                add(None)
+                continue
+            add(
+                BlockRecord(
+                    state,
+                    generation,
+                    owner,
+                    NO_HASH if digest == _ZEROS else digest,
+                    NO_HASH if parent == _ZEROS else parent,
+                    NO_SALT if salt == _ZEROS else salt,
+                    tokens if length == width else tokens[:length],
+                    sealed_at,
+                )
+            )
+    return found
 
 
 def write_empty(path: Path, num_blocks: int, block_size: int) -> None:
@@ -89,8 +105,7 @@ class RecordFile:
 
     def read_all(self) -> list[BlockRecord | None]:
         """Every block's record in order; None where it is damaged."""
-        size = self._record_bytes
-        return [unpack(self._map[at : at + size], self._block_size) for at in range(0, len(self._map), size)]
+        return unpack_all(self._map, self._block_size)
 
     def close(self) -> None:
         self._map.close()

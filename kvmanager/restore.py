@@ -62,21 +62,14 @@ def eviction_order(sealed: dict[int, BlockRecord]) -> list[int]:
     """First to be evicted first: by the time at which a block or anything below it was sealed, tail before
     head.
     """
-    by_hash = {record.block_hash: record for record in sealed.values()}
-    depth: dict[bytes, int] = {}
-    for record in by_hash.values():
-        chain = []
-        digest = record.block_hash
-        while digest in by_hash and digest not in depth:
-            chain.append(digest)
-            digest = by_hash[digest].parent_hash
-        for above in reversed(chain):
-            depth[above] = depth.get(by_hash[above].parent_hash, 0) + 1
-    latest = {digest: record.sealed_at for digest, record in by_hash.items()}
-    for digest in sorted(depth, key=depth.__getitem__, reverse=True):
-        parent = by_hash[digest].parent_hash
-        if parent in latest:
-            latest[parent] = max(latest[parent], latest[digest])
-    return sorted(
-        sealed, key=lambda block: (latest[sealed[block].block_hash], -depth[sealed[block].block_hash])
-    )
+    by_hash = {record.block_hash: block for block, record in sealed.items()}
+    latest_first = sorted(sealed, key=lambda block: sealed[block].sealed_at, reverse=True)
+    kept: dict[int, None] = {}  # last to be evicted first: each block after all that it hangs on
+    for last in latest_first:
+        chain: list[int] = []
+        block: int | None = last
+        while block is not None and block not in kept:
+            chain.append(block)
+            block = by_hash.get(sealed[block].parent_hash)
+        kept.update(dict.fromkeys(reversed(chain)))
+    return list(kept)[::-1]
