@@ -65,7 +65,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("tokens"), st.integers(1, 4)),
         st.tuples(st.just("read"), st.integers(0, 3)),
-        st.tuples(st.just("kill"), st.just(0)),
+        st.tuples(st.sampled_from(["kill", "stop"]), st.just(0)),
         st.tuples(st.just("read elsewhere"), st.integers(0, 3)),
     ),
     max_size=24,
@@ -108,8 +108,8 @@ def test_the_parts_are_the_whole(
             if action == "tokens":
                 for frontend in pair:
                     await frontend.step(number)
-            elif action == "kill":
-                await pair[at].die()
+            elif action in ("kill", "stop"):
+                await (pair[at].die() if action == "kill" else pair[at].streams.stop())
                 pair[at] = Frontend(folder, plan.__getitem__)
             else:
                 at = 1 - at if action == "read elsewhere" else at

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
+from redis import Redis
 
 from kvmanager.protocol import Rejected
+from services.redis_journal import key
 from tests.services.fake_stack import Stack, says, wait_until
 from tests.services.redis_server import RedisServer
 
@@ -104,6 +107,15 @@ def test_events_are_numbered_and_the_id_is_told(stack: Stack) -> None:
     plain = ask(stack, stream_options={"include_usage": True})
     assert "x-stream-id" not in plain.headers
     assert all(number is None for number, _ in all_of(plain))
+
+
+def test_the_openai_client_reads_it_as_any_other(stack: Stack) -> None:
+    client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="one", max_retries=0, timeout=20)
+    options: Any = {"resumable": True}
+    chunks = client.completions.create(
+        model=stack.model.name, prompt="Hello", max_tokens=100, stream=True, stream_options=options
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"messages": [{"role": "user", "content": "Hi"}], "n": 2}])
@@ -270,6 +282,27 @@ def test_more_than_may_be_kept_are_refused() -> None:
         assert all_of(resume(stack.url, stream_id))[-1][1] == "[DONE]"
         wait_until(lambda: ask(stack).status_code == 200, "room")
         assert resume(stack.url, stream_id).status_code == 404
+
+
+def test_a_frontend_whose_lease_another_has_reads_on_from_it() -> None:
+    """It writes nothing more itself; here nobody goes on in its place, so it takes the stream over again."""
+    with RedisServer() as redis, Stack(redis_url=redis.url, api_keys="one") as stack:
+        stack.manager.script = says(TEXT)
+        stack.manager.hold_at = 3
+        with httpx.stream(
+            "POST", f"{stack.url}/v1/completions", json=BODY, headers=keyed(), timeout=20
+        ) as answer:
+            lines = parse(answer.iter_lines())
+            events = [next(lines)]
+            owner = key(answer.headers["x-stream-id"], "owner")
+            Redis.from_url(redis.url).set(owner, "another", px=200)
+            stack.manager.hold_at = None
+            stack.go_on()
+            events += lines
+        assert text_of(events) == TEXT
+        assert [number for number, _ in events] == list(range(1, len(events) + 1))
+        assert len(stack.manager.submits) == 2
+        assert "pagekeeper_taken_over_streams_total{" in httpx.get(f"{stack.url}/metrics").text
 
 
 def test_a_redis_that_goes_away_costs_no_stream() -> None:
