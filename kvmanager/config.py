@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kvmanager.event_log import DEFAULT_RING
 from kvmanager.paths import default_pool_directory
 from kvmanager.settings import parse_bytes, setting
 from kvmanager.tiering import RESUME_CHOICES
@@ -33,6 +34,18 @@ class ManagerConfig:
     pin_budget: float = setting(
         0.25, "share of the pool that pins may hold together", minimum=0.0, maximum=0.9
     )
+    event_ring: int = setting(
+        DEFAULT_RING, "changes of the cache that are remembered", unit="events", minimum=1024, maximum=1 << 24
+    )
+    kv_events_endpoint: str = setting(
+        "",
+        "ZeroMQ endpoint of the events that routers follow; none: a socket in the pool directory; "
+        "off: no events",
+    )
+    kv_events_replay_endpoint: str = setting(
+        "", "ZeroMQ endpoint where they ask for events that they missed; none: a socket in the pool directory"
+    )
+    kv_events_topic: str = setting("kv-events", "topic of the events")
     disk_tier: str = setting("", "file that keeps evicted blocks, also over restarts; none: no disk tier")
     disk_bytes: int = setting(
         10 << 30, "what the disk tier's file may take at most", unit="bytes", parse=parse_bytes, minimum=1

@@ -50,7 +50,7 @@ class DiskTier:
         self._buffer = bytearray(self._file.block_bytes)
         self._max_copies = max_copies
         self._condition = threading.Condition()
-        self._demotions: deque[Copy] = deque()
+        self._demotions: deque[Copy | int] = deque()  # a number is a slot to erase
         self._promotions: deque[Copy] = deque()
         self._finished: deque[Finished] = deque()
         self._failing = False  # the last copy failed, and the log says so
@@ -68,6 +68,12 @@ class DiskTier:
         """Fill a block of the pool, which nobody else touches until this is over, from its slot."""
         self._start(copy, promotion=True)
 
+    def erase(self, slot: int) -> None:
+        """Forget what the slot holds, after the demotions that were begun before."""
+        with self._condition:
+            self._demotions.append(slot)
+            self._condition.notify()
+
     def take(self) -> list[Finished]:
         """What is over since the last call."""
         try:
@@ -77,7 +83,7 @@ class DiskTier:
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def close(self) -> None:
-        """Drop what waits, and end the thread after the copy that it is at; the file stays.
+        """Drop the copies that wait, and end the thread after the one that it is at; the file stays.
 
         Safe to call twice. A copy that takes the disk longer than `CLOSE_SECONDS` is left behind, files open.
         """
@@ -90,6 +96,9 @@ class DiskTier:
         if self._thread.is_alive():
             log.warning("event=tier_left_behind seconds=%g", CLOSE_SECONDS)
             return
+        for job in self._demotions:
+            if isinstance(job, int):
+                self._erase(job)
         self._file.close()
         os.close(self._pool)
         os.close(self.fileno)
@@ -109,6 +118,9 @@ class DiskTier:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             copy, promotion = job
+            if isinstance(copy, int):
+                self._erase(copy)
+                continue
             started = time.monotonic()
             try:
                 good = self._read(copy) if promotion else self._write(copy)
@@ -123,7 +135,13 @@ class DiskTier:
                 self._failing = not good
             self._end(Finished(copy, promotion, good, time.monotonic() - started))
 
-    def _next(self) -> tuple[Copy, bool] | None:
+    def _erase(self, slot: int) -> None:
+        try:
+            self._file.erase(slot)
+        except OSError as error:
+            log.warning("event=tier_erase_failed slot=%d reason=%r", slot, str(error))
+
+    def _next(self) -> tuple[Copy | int, bool] | None:
         with self._condition:
             self._condition.wait_for(lambda: self._closing or self._promotions or self._demotions)
             if self._closing:

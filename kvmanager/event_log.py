@@ -18,6 +18,9 @@ from kvmanager.introspection_messages import Cause
 DEFAULT_RING = 1 << 16  # events
 PLAIN: Final = 9  # fields of an event without cause and asker
 
+RawEvent = tuple[Any, ...]
+"""Number, time, kind, tier, hash, parent hash, tokens, salt, block; of a removal its cause and asker too."""
+
 TierName = Literal["pool", "disk"]
 
 
@@ -59,7 +62,7 @@ class EventLog:
         self.cause: Cause = "capacity"
         self.other_layout: dict[bytes, float] = {}
         """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
-        self._ring: list[tuple[Any, ...]] = [()] * size
+        self._ring: list[RawEvent] = [()] * size
         self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
         self._older_removals: dict[
             bytes, int
@@ -141,12 +144,16 @@ class EventLog:
 
     def since(self, after: int, limit: int) -> list[CacheEvent]:
         """At most `limit` events after that number, which must be here."""
+        return [_event(kept) for kept in self.raw_since(after, limit)]
+
+    def raw_since(self, after: int, limit: int) -> list[RawEvent]:
+        """The same, as they lie here."""
         assert self.has(after)
         numbers = range(after + 1, min(after + limit, self.last) + 1)
-        return [_event(self._ring[number % self.size]) for number in numbers]
+        return [self._ring[number % self.size] for number in numbers]
 
 
-def _event(kept: tuple[Any, ...]) -> CacheEvent:
+def _event(kept: RawEvent) -> CacheEvent:
     event = CacheEvent(*kept[:PLAIN])
     if len(kept) == PLAIN:
         return event

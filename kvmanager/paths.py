@@ -64,6 +64,16 @@ def socket_endpoint(pool_directory: str, name: str) -> str:
     return f"ipc://{path}"
 
 
+def events_endpoint(pool_directory: str) -> str:
+    """Where events are published if the setting `kv_events_endpoint` does not name another place."""
+    return socket_endpoint(pool_directory, "events")
+
+
+def replay_endpoint(pool_directory: str) -> str:
+    """Where missed events are asked for if `kv_events_replay_endpoint` does not name another place."""
+    return socket_endpoint(pool_directory, "replay")
+
+
 def manager_endpoint(pool_directory: str) -> str:
     """The manager's own endpoint where the setting `manager` does not name another one."""
     return socket_endpoint(pool_directory, "manager")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvmanager.block_pool import FREE, RESERVED, SEALED, BlockPool, BlockRecord
 from kvmanager.clients import Quarantine, owner_tag
 from kvmanager.event_log import EventLog
-from kvmanager.hashing import TOKEN_BYTES, block_hash
+from kvmanager.hashing import TOKEN_BYTES, block_hash, root_hash
 from kvmanager.protocol import Layout
 
 DAMAGED = ""  # the quarantine that waits for every survivor; no lock has this name
@@ -50,6 +50,33 @@ def restore_pool(
     for block in eviction_order(sealed):
         pool.restore(block, sealed[block])
     return pool, tuple(quarantine for quarantine in by_tag.values() if quarantine.blocks)
+
+
+def former_contents(
+    layout: Layout, records: Sequence[BlockRecord | None], new_layout: Layout, when: float
+) -> dict[bytes, float]:
+    """What a pool of `layout` held when it was emptied at `when`, under the hashes that the same texts have
+    in a pool of `new_layout`; nothing if that is the same layout.
+    """
+    children: dict[bytes, list[BlockRecord]] = {}
+    for record in records if layout != new_layout else ():
+        if record is not None and record.state == SEALED:
+            children.setdefault(record.parent_hash, []).append(record)
+    width, found = new_layout.block_size * TOKEN_BYTES, dict[bytes, float]()
+    root = root_hash(layout)
+    stack = [(record, b"", root_hash(new_layout)) for record in children.pop(root, ())]
+    while stack:
+        record, rest, parent = stack.pop()
+        if block_hash(record.parent_hash, record.tokens, record.salt) != record.block_hash:
+            continue
+        rest += record.tokens
+        while len(rest) >= width:
+            parent = block_hash(parent, rest[:width], record.salt)
+            found[parent] = when
+            rest = rest[width:]
+        for child in children.get(record.block_hash, ()):
+            stack.append((child, rest, parent))
+    return found
 
 
 def is_content(pool: BlockPool, record: BlockRecord) -> bool:

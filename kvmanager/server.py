@@ -17,13 +17,15 @@ import msgspec
 import zmq
 
 from kvmanager import pin_file, pool_directory, restore
-from kvmanager.block_pool import BlockPool
+from kvmanager.block_pool import BlockPool, BlockRecord
 from kvmanager.config import ManagerConfig
 from kvmanager.core import Core
 from kvmanager.disk_tier import DiskTier
 from kvmanager.errors import PagekeeperError
+from kvmanager.event_log import EventLog
+from kvmanager.event_publisher import EventPublisher
 from kvmanager.liveness import HeldLock, WatchedLock, held_locks
-from kvmanager.paths import lock_path, manager_endpoint, prepare
+from kvmanager.paths import events_endpoint, lock_path, manager_endpoint, prepare, replay_endpoint
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     Fenced,
@@ -77,6 +79,10 @@ class Server:
         )
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
+        self._core.unix_offset = time.time() - time.monotonic()
+        self._log = EventLog(config.event_ring)
+        self._log.now = time.time()
+        self._former: tuple[Layout, list[BlockRecord | None]] | None = None
         self._records: RecordFile | None = None
         self._peers: dict[int, Peer] = {}
         self._by_frame: dict[bytes, Peer] = {}
@@ -88,6 +94,7 @@ class Server:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._bind()
         self._poller.register(self._socket, zmq.POLLIN)
+        self._publisher = self._open_publisher()
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT (or `stop`)."""
@@ -96,7 +103,8 @@ class Server:
         log.info("event=start endpoint=%s boot_id=%s", self._endpoint, self._boot_id)
         next_look = time.monotonic()
         while not self._stopping:
-            if self._poller.poll(int(TICK * 1000)):
+            busy = self._publisher is not None and self._publisher.busy
+            if self._poller.poll(0 if busy else int(TICK * 1000)):
                 self._receive()
                 self._end_copies()
             if (now := time.monotonic()) >= next_look:
@@ -104,6 +112,8 @@ class Server:
                 self._lock.touch()
                 self._watch(now)
                 self._carry_out(self._core.tick(now))
+            if self._publisher is not None:
+                self._publisher.turn()
         log.info("event=stop")
 
     def stop(self, signum: int = 0, frame: FrameType | None = None) -> None:
@@ -115,6 +125,8 @@ class Server:
         if self._disk is not None:
             self._disk.close()
         self._socket.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self._context.term()
         if self._endpoint.startswith("ipc://"):
             Path(self._endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -136,6 +148,22 @@ class Server:
             Path(self._endpoint.removeprefix("ipc://")).chmod(0o600)
         return socket
 
+    def _open_publisher(self) -> EventPublisher | None:
+        config = self._config
+        if config.kv_events_endpoint == "off":
+            return None
+        publisher = EventPublisher(
+            self._context,
+            config.kv_events_endpoint or events_endpoint(config.pool_directory),
+            config.kv_events_replay_endpoint or replay_endpoint(config.pool_directory),
+            config.kv_events_topic,
+        )
+        for socket in publisher.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        if self._core.state.pool is not None:
+            publisher.attach(self._core.state.pool, time.time())
+        return publisher
+
     # --- the pool -------------------------------------------------------------
 
     def _open_pool(self) -> None:
@@ -148,22 +176,43 @@ class Server:
         )
         found = pool_directory.read_layout(directory)
         if reason or found is None:
+            self._former = self._read_former(reason, found)
             if pool_directory.remove(directory):
                 log.warning("event=pool_discarded reason=%r", reason)
             return
         self._records = pool_directory.open_records(directory, found[0])
         survivors = tuple(self._locks)
-        pool, quarantines = restore.restore_pool(found[0], self._records.read_all(), survivors)
+        pool, quarantines = restore.restore_pool(found[0], self._records.read_all(), survivors, self._log)
         self._core.attach(pool, quarantines, survivors, self._open_tier(found[0]))
         self._core.restore_pins(time.monotonic(), pin_file.read(directory))
         self._carry_out(self._core.tick(time.monotonic()))
         log.info("event=pool_opened blocks=%d cached=%d", pool.num_blocks, len(pool.cached))
 
+    def _read_former(
+        self, reason: str, found: tuple[Layout, int] | None
+    ) -> tuple[Layout, list[BlockRecord | None]] | None:
+        """What the pool holds that is about to be emptied by request, as far as that can be read."""
+        if reason != "reset_pool" or found is None:
+            return None
+        if pool_directory.why_unusable(self._config.pool_directory, found[1] * found[0].block_bytes):
+            return None
+        records = pool_directory.open_records(self._config.pool_directory, found[0])
+        try:
+            return found[0], records.read_all()
+        finally:
+            records.close()
+
     def _create_pool(self, hello: RunnerHello) -> None:
         """The first runner gives the pool its layout. Raises PagekeeperError."""
         num_blocks = pool_directory.create(self._config.pool_directory, hello.layout, self._config.pool_bytes)
         self._records = pool_directory.open_records(self._config.pool_directory, hello.layout)
-        self._core.attach(BlockPool(num_blocks, hello.layout), tier=self._open_tier(hello.layout))
+        pool = BlockPool(num_blocks, hello.layout, self._log)
+        if self._former is not None:
+            former, self._former = self._former, None
+            self._log.other_layout = restore.former_contents(*former, hello.layout, time.time())
+        self._core.attach(pool, tier=self._open_tier(hello.layout))
+        if self._publisher is not None:
+            self._publisher.attach(pool, time.time())
         log.info("event=pool_created blocks=%d block_bytes=%d", num_blocks, hello.layout.block_bytes)
 
     def _open_tier(self, layout: Layout) -> Tier | None:
@@ -283,6 +332,8 @@ class Server:
             if peer is not None:
                 self._send(peer.identity, peer.frame, message)
         if self._disk is not None:
+            for slot in effects.erasures:
+                self._disk.erase(slot)
             for copy in effects.demotions:
                 self._disk.demote(copy)
             for copy in effects.promotions:

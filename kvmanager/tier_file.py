@@ -141,6 +141,10 @@ class TierFile:
             return False
         return header[2] == self._payload_checksum(content, payload)
 
+    def erase(self, slot: int) -> None:
+        """What the slot holds is not found again, not by a later start either. Raises OSError."""
+        write_all(self._fd, bytes(self._slot_header_bytes), PAGE + slot * self._slot_header_bytes)
+
     def close(self) -> None:
         """Drops the lock; the file stays."""
         os.close(self._fd)

@@ -47,7 +47,7 @@ NEVER = {
 SHELL = {
     "server",
     "client",
-    "events",
+    "event_publisher",
     "pool_directory",
     "records",
     "liveness",

@@ -1,0 +1,247 @@
+"""Events in the wire format of vLLM's publisher, so that routers that go by where a prefix is cached can
+follow.
+
+    PUB      [topic][sequence: 8 bytes, big-endian][batch]
+    replay   a request [""][first sequence: 8 bytes] is answered with [""][sequence][batch] for each batch
+             from there on that is still kept, then [""][-1: 8 bytes][""]
+    batch    MessagePack of [time, [event …]]
+    event    ["BlockStored", [hash], parent or nil, [token …], block size, nil, "GPU", nil, [[salt]] or nil]
+             ["BlockRemoved", [hash], "GPU"]
+             ["AllBlocksCleared"]
+
+Structures are arrays, which most consumers decode; more fields than one knows are ignored. Hashes are the
+last 64 bits of ours as unsigned integers: that is vLLM's default, and decodes where integers are wanted and
+where bytes are allowed too. "GPU" is the pool, wherever it is; the tier is not published, as a consumer that
+does not look at the medium would take its removals for the pool's. Nor are partial blocks, and content is
+stored once, however many copies there are. The first batch of a start is AllBlocksCleared, then comes what
+was restored.
+
+A batch is encoded only if somebody subscribes or asks for a replay.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from kvmanager.block_pool import BlockPool
+from kvmanager.errors import PagekeeperError
+from kvmanager.event_log import RawEvent
+
+MAX_BATCH: Final = 512  # events
+MAX_KEPT: Final = 10_000  # batches, for replays
+MAX_RECEIVED: Final = 256  # messages at a time
+MAX_REPLAYED: Final = 32  # batches at a time, between which the manager does its own work
+MAX_REPLAYS: Final = 64  # at once; of more the oldest gives up, and its follower asks again
+HIGH_WATER_MARK: Final = 10_000  # messages of a follower that does not read: further ones are lost to it
+MEDIUM: Final = "GPU"
+END: Final = (-1).to_bytes(8, "big", signed=True)
+
+Batch = tuple[BlockPool, float, list[RawEvent]]
+CLEARED: Final[RawEvent] = (0, 0.0, "cleared", "pool", b"", b"", b"", b"", -1)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class EventPublisher:
+    """Two sockets and what replays need. Never waits. Raises PagekeeperError if it cannot listen."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, replay_endpoint: str, topic: str
+    ) -> None:
+        self._topic = topic.encode()
+        self._paths: list[Path] = []
+        self._publish = self._bind(context, zmq.XPUB, endpoint)
+        self._replay = self._bind(context, zmq.ROUTER, replay_endpoint)
+        self._subscriptions: set[bytes] = set()
+        self._kept: deque[Batch] = deque(maxlen=MAX_KEPT)
+        self._next = 0  # sequence number of the next batch
+        self._replays: dict[bytes, int] = {}  # who wants batches from which number on
+        self._known: set[bytes] = set()  # hashes that were published as stored
+        self._pool: BlockPool | None = None
+        self._seen = 0  # the last event of the pool that is published or passed over
+
+    @property
+    def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
+        """That are to be polled: `turn` reads them."""
+        return (self._publish, self._replay)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `turn` should come again at once."""
+        return bool(self._replays)
+
+    def attach(self, pool: BlockPool, now: float) -> None:
+        """Follow this pool: all that followers knew before is void."""
+        self._pool = pool
+        self._seen = 0
+        self._start_over(pool, now)
+
+    def turn(self) -> None:
+        """Read what came, publish what is new, and go on with replays."""
+        self._read_subscriptions()
+        if self._pool is not None:
+            self._follow(self._pool)
+        self._read_requests()
+        self._go_on_replaying()
+
+    def close(self) -> None:
+        self._publish.close()
+        self._replay.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _bind(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, endpoint: str
+    ) -> "zmq.Socket[bytes]":
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        socket.setsockopt(zmq.MAXMSGSIZE, 256)  # of what is received: subscriptions and requests
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise PagekeeperError("internal", f"cannot publish events on {endpoint}: {error}") from error
+        if endpoint.startswith("ipc://"):
+            self._paths.append(Path(endpoint.removeprefix("ipc://")))
+            self._paths[-1].chmod(0o600)
+        return socket
+
+    # --- publishing ---------------------------------------------------------------------------------------
+
+    def _follow(self, pool: BlockPool) -> None:
+        log = pool.log
+        if not log.has(self._seen):
+            self._start_over(pool, log.now)
+        while self._seen < log.last:
+            events = log.raw_since(self._seen, MAX_BATCH)
+            self._seen = events[-1][0]
+            self._send(pool, events[-1][1], [event for event in events if self._is_news(pool, event)])
+
+    def _start_over(self, pool: BlockPool, now: float) -> None:
+        """Nothing holds that was published before. If not all events of the pool are left, say what is found
+        now.
+        """
+        self._known.clear()
+        self._send(pool, now, [CLEARED])
+        if pool.log.has(0):
+            return
+        self._seen = pool.log.last
+        for start in range(0, pool.num_blocks, MAX_BATCH):
+            events = [
+                (0, now, "stored", "pool", digest, parent, tokens, salt, block)
+                for block, digest, parent, tokens, salt in zip(
+                    range(start, start + MAX_BATCH),
+                    pool.block_hash[start : start + MAX_BATCH],
+                    pool.parent_hash[start : start + MAX_BATCH],
+                    pool.tokens[start : start + MAX_BATCH],
+                    pool.salt[start : start + MAX_BATCH],
+                    strict=False,
+                )
+                if digest and block not in pool.unfound
+            ]
+            self._send(pool, now, [event for event in events if self._is_news(pool, event)])
+
+    def _is_news(self, pool: BlockPool, event: RawEvent) -> bool:
+        """Whether it is to be published, with respect to what was."""
+        kind, tier, digest, tokens, known = event[2], event[3], event[4], event[6], self._known
+        if kind == "cleared":
+            known.clear()
+            return True
+        if tier != "pool" or (digest in known) == (kind == "stored"):
+            return False
+        if kind == "removed":
+            known.remove(digest)
+            return True
+        if len(tokens) == pool.block_bytes:
+            known.add(digest)
+            return True
+        return False
+
+    def _send(self, pool: BlockPool, time: float, events: list[RawEvent]) -> None:
+        if not events:
+            return
+        self._kept.append((pool, time, events))
+        if any(self._topic.startswith(each) for each in self._subscriptions):
+            frames = (self._topic, self._next.to_bytes(8, "big"), encode_batch(self._kept[-1]))
+            self._publish.send_multipart(frames, zmq.DONTWAIT)
+        self._next += 1
+
+    def _read_subscriptions(self) -> None:
+        for frame, *_ in received(self._publish):
+            if frame[:1] == b"\1":
+                self._subscriptions.add(frame[1:])
+            elif frame[:1] == b"\0":
+                self._subscriptions.discard(frame[1:])
+
+    # --- replays ------------------------------------------------------------------------------------------
+
+    def _read_requests(self) -> None:
+        for frames in received(self._replay):
+            if len(frames) != 3 or len(frames[2]) != 8:
+                continue
+            self._replays.pop(frames[0], None)
+            self._replays[frames[0]] = int.from_bytes(frames[2], "big")
+            if len(self._replays) > MAX_REPLAYS:
+                del self._replays[next(iter(self._replays))]
+
+    def _go_on_replaying(self) -> None:
+        """Some batches for the one that has waited longest."""
+        if not self._replays:
+            return
+        identity = next(iter(self._replays))
+        first = self._next - len(self._kept)
+        start = max(self._replays.pop(identity), first)
+        end = min(start + MAX_REPLAYED, self._next)
+        for number in range(start, end):
+            self._answer(identity, number.to_bytes(8, "big"), encode_batch(self._kept[number - first]))
+        if end < self._next:
+            self._replays[identity] = end
+        else:
+            self._answer(identity, END, b"")
+
+    def _answer(self, identity: bytes, number: bytes, payload: bytes) -> None:
+        """What the follower has no room for is lost to it; it asks again."""
+        self._replay.send_multipart((identity, b"", number, payload), zmq.DONTWAIT)
+
+
+def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
+    """What lies there, but not more than a bound."""
+    for _ in range(MAX_RECEIVED):
+        try:
+            yield socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return
+
+
+def encode_batch(batch: Batch) -> bytes:
+    pool, time, events = batch
+    return _encode((time, [as_published(pool, event) for event in events]))
+
+
+def as_published(pool: BlockPool, event: RawEvent) -> tuple[Any, ...]:
+    """The event as vLLM's consumers know it."""
+    _, _, kind, _, digest, parent, tokens, salt, *_ = event
+    if kind == "cleared":
+        return ("AllBlocksCleared",)
+    if kind == "removed":
+        return ("BlockRemoved", (short(digest),), MEDIUM)
+    return (
+        "BlockStored",
+        (short(digest),),
+        None if parent == pool.root else short(parent),
+        tuple(memoryview(tokens).cast("I")),
+        pool.block_size,
+        None,
+        MEDIUM,
+        None,
+        ((salt.hex(),),) if salt else None,
+    )
+
+
+def short(digest: bytes) -> int:
+    """The last 64 bits, as vLLM shortens its own."""
+    return int.from_bytes(digest[-8:], "big")
