@@ -19,12 +19,12 @@ _MONTH: Final = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _DAY: Final = r"\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
 _CAUSES: Final = (
     ("an identifier (UUID)", r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F-]*"),
-    ("a time stamp", r"\d{4}-\d\d-\d\d[T ]+\d\d:\d\d[0-9:.,Z+-]*"),
+    ("a time stamp", r"\d{4}-\d\d-\d\d[T ]+\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?"),
     ("a date", r"\d{4}[-/]\d\d?[-/]\d\d?|\d\d?[./]\d\d?[./]\d{2,4}"),
     ("a date", rf"\d{{1,2}}\.? {_MONTH}\.?(?:,? \d{{2,4}})?|{_MONTH}\.? \d{{1,2}}(?:,? \d{{4}})?|{_DAY}"),
-    ("a time of day", r"\d\d?:\d\d(?::\d\d)?[0-9.]*(?: ?[AaPp][Mm]\b)?"),
+    ("a time of day", r"\d\d?:\d\d(?::\d\d)?(?:\.\d+)?(?: ?[AaPp][Mm]\b)?"),
     ("an identifier", r"\b(?=[a-zA-Z_-]*\d)[0-9a-zA-Z_-]{16,}|\b(?=[a-f]*\d)[0-9a-f]{8,}\b"),
-    ("a number", r"\d[\d.,]*"),
+    ("a number", r"\d+(?:[.,]\d+)*"),
 )
 CAUSES: Final = tuple((name, re.compile(pattern)) for name, pattern in _CAUSES)
 

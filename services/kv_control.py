@@ -100,8 +100,11 @@ class ControlRoutes:
             evicted += done.evicted
             if done.code:
                 return refusal(done)
-            if not done.more or time.monotonic() >= end:
+            if not done.more:
                 break
+            if time.monotonic() >= end:
+                text = f"not done after {EVICT_SECONDS:g} s, {evicted} blocks are evicted; ask again to go on"
+                raise from_pagekeeper(PagekeeperError("manager_absent", text, RETRY_AFTER))
         answer = kv_answers.EvictAnswer(
             boot_id=done.at.boot_id, sequence=done.at.sequence, evicted=evicted, in_use=done.in_use
         )

@@ -71,6 +71,7 @@ def test_a_time_that_differs_is_named_with_both_sides_and_what_it_costs() -> Non
         ("id 0b7fd3c4-9a1e-4d", "id 91c0ffee-1234-4", "an identifier (UUID)"),
         ("id 0b7fd3c49a1e4d5f", "id 91c0ffee12344", "an identifier"),
         ("session_0123456789abcdefg", "session_9", "an identifier"),
+        ("It is 23:42. Good", "It is 23:41. Good", "a time of day"),
         ("User 17 asks", "User 18 asks", "a number"),
         ("User 17 asks", "User 1", "a number"),
         ("User 17 asks", "User 1 asks", "a number"),
@@ -82,7 +83,9 @@ def test_what_varies_is_recognised(yours: str, cached: str, kind: str) -> None:
     explanation, tokens = explain(yours, cached[: SIZE * 2]), list(map(ord, yours))
     found = difference(explanation, tokens, text)
     assert found is not None
-    assert find_cause(found, tokens, text).kind == kind
+    cause = find_cause(found, tokens, text)
+    assert cause.kind == kind
+    assert not cause.yours.endswith((".", ","))
 
 
 def test_a_difference_without_a_cause_and_one_in_the_system_prompt() -> None:
