@@ -41,6 +41,7 @@ class KvWorld(World):
     """One frontend, one runner, and who asks by key: "root" is an admin, "a" and "b" are tenants."""
 
     def __init__(self, num_blocks: int = 24) -> None:
+        self.starts: list[Start] = []
         super().__init__(num_blocks, Policy(50, 0.05, 1e9, 100.0, pin_budget=0.4))
         self.runner: FakeRunner = self.add(FakeRunner)
         self.asker: FakeFrontend = self.add(FakeFrontend)
@@ -61,7 +62,8 @@ class KvWorld(World):
         self.app.state.request_log = False
 
     def check_start(self, start: Start) -> None:
-        """The naive model of the other tests knows no tenants."""
+        """It is kept; the naive model of the other tests knows no tenants."""
+        self.starts.append(start)
 
     def run(self, prompt: Sequence[int], tenant: str = "", steps: int = 20, **fields: Any) -> str:
         """Submit a request and let the runner step; returns its id."""
