@@ -20,6 +20,7 @@ commands:
   frontend   one frontend: the HTTP API
   chat       talk with a running server in the terminal
   kv         ask a running server about its cache
+  pool       status, check or remove: what lies in a pool directory, without a server
 
 Each has --help. An option may also be given in the environment: --pool-bytes is PAGEKEEPER_POOL_BYTES.
 """
@@ -74,6 +75,11 @@ def process_argv(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> 
     return [*command, *others, f"--model={model_source.resolve(known.model)}"]
 
 
+def pool_command(argv: Sequence[str]) -> int:
+    """It reads the manager's files, so it is a program of the manager's."""
+    os.execv(sys.executable, [sys.executable, "-m", "kvmanager.pool_tool", *argv])
+
+
 def _become(name: str) -> Callable[[Sequence[str]], int]:
     """A command that turns this process into the one named: signals and process id stay the same."""
 
@@ -89,6 +95,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     **{name: _become(name) for name in MODULES},
     "chat": chat_command,
     "kv": kv_command,
+    "pool": pool_command,
 }
 
 if __name__ == "__main__":

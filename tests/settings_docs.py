@@ -6,6 +6,7 @@ from typing import Any
 from gpu_runner.config import RunnerConfig
 from kvmanager.client import default_pool_directory
 from kvmanager.config import ManagerConfig
+from kvmanager.pool_tool import PoolConfig
 from kvmanager.settings import allowed, env_name, flag_name, parse_bytes
 from services.chat_client import ChatConfig
 from services.config import FrontendConfig
@@ -33,6 +34,7 @@ PROCESSES: tuple[tuple[str, type[Any]], ...] = (
     ("pagekeeper runner", RunnerConfig),
     ("pagekeeper frontend", FrontendConfig),
     ("pagekeeper chat", ChatConfig),
+    ("pagekeeper pool", PoolConfig),
 )
 
 

@@ -169,8 +169,8 @@ def chaos_round(seconds: float, streams: int, seed: int) -> list[str]:
     reconnects = sum(follower.reconnects for follower in followers)
     silence = max(follower.longest for follower in followers)
     print(
-        f"seed {seed}: {complete} streams complete, {reconnects} reconnects, longest silence {silence:.1f} s, "
-        f"kills {dict(killer.kills)}, {len(faults)} faults",
+        f"seed {seed}: {complete} streams complete, {reconnects} reconnects, longest silence {silence:.1f} s"
+        f", kills {dict(killer.kills)}, {len(faults)} faults",
         flush=True,
     )
     return faults

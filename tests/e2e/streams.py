@@ -24,8 +24,8 @@ class Streams:
 
     def _run(self, number: int) -> None:
         try:
-            chunks = self._server.stream(**self._asks[number])
-            choices = [choice for chunk in chunks for choice in chunk["choices"]]  # type: ignore[attr-defined]
+            chunks: list[Any] = [*self._server.stream(**self._asks[number])]
+            choices = [choice for chunk in chunks for choice in chunk["choices"]]
             self._texts[number] = "".join(choice["text"] for choice in choices)
         except Exception as error:  # shown beside the text that should have come
             self._texts[number] = repr(error)
