@@ -1,7 +1,7 @@
 // The page: its parts, and what joins them.
 
 import { ask, connection, hasKey, useKey } from "./api.js";
-import { $, count, el, say } from "./dom.js";
+import { $, count, el, say, sentence } from "./dom.js";
 import { Events } from "./events.js";
 import { Explain } from "./explain.js";
 import { BlockMap } from "./map.js";
@@ -56,6 +56,8 @@ $("legend").append(
       el("span", { title: hint }, el("i", { class: `swatch mark-${name}` }), label),
     ),
   ),
+  el("span", { class: "ramp age", "data-from": "an hour", "data-to": "new" }, el("i")),
+  el("span", { class: "ramp sharing", "data-from": "no holder", "data-to": "16 and more" }, el("i")),
 );
 
 function legendFilter() {
@@ -70,6 +72,7 @@ function choose(kind) {
 
 function showCounts(pool) {
   $("map-empty").hidden = pool.size > 0;
+  $("legend").classList.remove("waiting");
   for (const { kind, button, number } of entries) {
     say(number, count(pool.counts[kind]));
     button.classList.toggle("none", pool.counts[kind] === 0);
@@ -138,7 +141,7 @@ function countDown(message) {
   const until = Date.now() + connection.pause() * 1000;
   const write = () => {
     const left = Math.max(0, Math.ceil((until - Date.now()) / 1000));
-    say($("banner-text"), `${message} ${left ? `Trying again in ${left} s.` : "Trying again…"}`);
+    say($("banner-text"), `${sentence(message)} ${left ? `Trying again in ${left} s.` : "Trying again…"}`);
   };
   write();
   countdown = setInterval(write, 250);
@@ -156,7 +159,11 @@ async function nameModel() {
 }
 
 function askForKey(error) {
-  say($("key-reason"), error.message);
+  const first = error.status === 401 && !hasKey();
+  say(
+    $("key-reason"),
+    first ? "This server shows its cache to admin's and tenant's keys." : sentence(error.message),
+  );
   $("key").value = "";
   if (!$("key-dialog").open) $("key-dialog").showModal();
 }

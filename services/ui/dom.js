@@ -61,6 +61,12 @@ export function rate(value) {
   return value >= 100 || value === 0 ? count(value) : value.toFixed(1);
 }
 
+/** A message of the server as a sentence. */
+export function sentence(text) {
+  const begun = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?…]$/.test(begun) ? begun : `${begun}.`;
+}
+
 /** Text of a prompt, without the characters that would turn the direction of what stands around it. */
 export const plain = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
 

@@ -1,8 +1,9 @@
 // Paste a prompt: how much of it would hit, and side by side where it leaves what is cached.
 
 import { ApiError, ask } from "./api.js";
-import { age, commonStart, count, el, percent, plain, plural, say, shortId } from "./dom.js";
+import { age, commonStart, count, el, percent, plain, plural, say, sentence, shortId } from "./dom.js";
 
+const BEFORE = 100; // characters that are shown before the difference
 const MOST_CELLS = 1024; // of the strip
 const FIELDS = [
   "model",
@@ -87,16 +88,16 @@ export class Explain {
       el("span", {}, `${count(answer.cached_tokens)} of ${plural(answer.num_tokens, "token")} cached`),
       el("span", { class: `pill reason ${answer.reason}` }, REASONS[answer.reason] ?? answer.reason),
     );
-    const parts = [head];
-    if (answer.advice) parts.push(el("p", { class: "advice" }, answer.advice));
-    const more = [
-      evicted(answer.eviction),
+    const { difference, eviction } = answer;
+    const asides = [
+      evicted(eviction),
       answer.computed_by ? `Request ${shortId(answer.computed_by)} computes the next block now.` : "",
-      planned(plan),
+      plan?.message ? sentence(`sent now: ${plan.message}`) : "",
     ];
-    for (const text of more) if (text) parts.push(el("p", { class: "aside" }, text));
-    parts.push(this.strip(answer));
-    if (answer.difference) parts.push(sides(answer.difference));
+    const parts = [head, this.strip(answer)];
+    if (answer.advice) parts.push(el("p", { class: "advice" }, answer.advice));
+    if (difference) parts.push(sides(difference));
+    for (const text of asides) if (text) parts.push(el("p", { class: "aside" }, text));
     this.result.replaceChildren(...parts);
     this.result.dataset.reason = answer.reason;
     this.result.dataset.cached = answer.cached_tokens;
@@ -164,23 +165,15 @@ function evicted(eviction) {
   return `Evicted ${age(eviction.seconds_ago)} ago ${causes[eviction.cause] ?? eviction.cause}${whom}.`;
 }
 
-const planned = (plan) => (plan?.message ? `Sent now: ${plan.message}` : "");
-
 /** The two texts beside each other, with what they share faint and what differs marked. */
-function sides(difference) {
-  const { before } = difference;
-  const shared = commonStart(difference.yours.text, difference.cached.text);
-  const { token, offset_in_block: offset, block_index: block } = difference;
-  const where = `Token ${count(token)} is the first one not cached: ${offset} of block ${block} of the prompt.`;
-  const pair = [
-    side("Yours", before, difference.yours.text, shared, "yours"),
-    side(`Cached, block ${difference.cached.block}`, before, difference.cached.text, shared, "theirs"),
-  ];
+function sides({ before, yours, cached, token, block_index: index }) {
+  const shared = commonStart(yours.text, cached.text);
+  const shown = before.length > BEFORE ? `…${before.slice(-BEFORE)}` : before;
   return el(
     "div",
-    { class: "difference" },
-    el("p", { class: "aside" }, where),
-    el("div", { class: "sides" }, ...pair),
+    { class: "sides" },
+    side(`Yours, from token ${count(token)} in its block ${index}`, shown, yours.text, shared, "yours"),
+    side(`Cached, in block ${cached.block} of the pool`, shown, cached.text, shared, "theirs"),
   );
 }
 

@@ -39,7 +39,7 @@ export class Palette {
   stateTable() {
     const table = [];
     for (const [kind, colour] of this.colours) {
-      const fade = kind === pool.CACHED ? 0.62 : kind === pool.FREE ? 0 : 0.18;
+      const fade = kind === pool.CACHED ? 0.52 : kind === pool.FREE ? 0 : 0.18;
       for (let step = 0; step < RAMP; step += 1) {
         table[kind * RAMP + step] = mix(colour, this.card, (fade * step) / (RAMP - 1));
       }
@@ -163,7 +163,12 @@ export class Painter {
       paint.fillStyle = `rgb(${palette.card.join(" ")} / 62%)`;
       paint.fillRect(x, y, side, empty);
     }
-    if (blocks.letters[block] === 82 && mode === "state") this.hatch(x, y, side, palette);
+    const kind = blocks.kinds[block];
+    if (mode === "state") {
+      if (kind === pool.RESERVED || kind === pool.QUARANTINED) this.stroke(x, y, side, palette, true);
+      if (kind === pool.QUARANTINED) this.stroke(x, y, side, palette, false);
+      if (kind === pool.PINNED) this.hole(x, y, side, palette);
+    }
     if (flags & pool.FLAG_IN_TIER) {
       paint.fillStyle = `rgb(${parseColour(palette.text).join(" ")} / 60%)`;
       const bar = Math.max(1, Math.round(side * 0.1));
@@ -177,14 +182,22 @@ export class Painter {
     }
   }
 
-  /** A stroke from corner to corner: being written. */
-  hatch(x, y, side, palette) {
+  /** A stroke from corner to corner: one for what is being written, two for what is quarantined. */
+  stroke(x, y, side, palette, rising) {
     this.context.strokeStyle = `rgb(${palette.card.join(" ")} / 75%)`;
     this.context.lineWidth = Math.max(1, Math.round(side / 9));
     this.context.beginPath();
-    this.context.moveTo(x, y + side);
-    this.context.lineTo(x + side, y);
+    this.context.moveTo(x, rising ? y + side : y);
+    this.context.lineTo(x + side, rising ? y : y + side);
     this.context.stroke();
+  }
+
+  /** A hole: pinned. */
+  hole(x, y, side, palette) {
+    this.context.fillStyle = `rgb(${palette.card.join(" ")} / 85%)`;
+    this.context.beginPath();
+    this.context.arc(x + side / 2, y + side / 2, side * 0.17, 0, 2 * Math.PI);
+    this.context.fill();
   }
 
   label(block, grid, palette, filled = false) {

@@ -117,7 +117,19 @@ class Row {
     this.computed = el("i", { class: "part computed" });
     this.output = el("i", { class: "part output" });
     this.bar = el("span", { class: "progress", role: "img" }, this.cached, this.computed, this.output);
-    this.figures = el("span", { class: "request-figures" });
+    this.counts = ["cached", "computed", "output"].map((name) => {
+      const number = el("span");
+      return { number, node: el("span", {}, el("i", { class: `part-dot ${name}` }), number) };
+    });
+    this.prompt = el("span");
+    this.rest = el("span");
+    this.figures = el(
+      "span",
+      { class: "request-figures" },
+      this.prompt,
+      ...this.counts.map(({ node }) => node),
+      this.rest,
+    );
     this.tables = el("div", { class: "tables" });
     this.button = el(
       "button",
@@ -145,13 +157,7 @@ class Row {
     const sequences = request.sequences ?? [];
     const choices = Math.max(1, request.num_choices);
     const total = prompt + most * choices;
-    const hit = Math.min(
-      prompt,
-      request.lookup
-        ? (request.lookup.hit_blocks + (request.lookup.promoted_blocks ?? 0)) * blockSize +
-            request.lookup.copied_tokens
-        : 0,
-    );
+    const hit = Math.min(prompt, foundTokens(request.lookup, blockSize));
     const computed = Math.min(prompt, Math.max(0, ...sequences.map((sequence) => sequence.num_computed)));
     const output = sequences.reduce((sum, sequence) => sum + Math.max(0, sequence.num_tokens - prompt), 0);
     this.root.dataset.id = request.request_id;
@@ -160,19 +166,27 @@ class Row {
     this.state.className = `pill ${state}`;
     say(
       this.where,
-      [request.runner, request.priority ? `priority ${request.priority}` : ""].filter(Boolean).join(" · "),
+      [request.runner, age(request.age), request.priority ? `priority ${request.priority}` : ""]
+        .filter(Boolean)
+        .join(" · "),
     );
     share(this.cached, Math.min(hit, prompt) / total);
     share(this.computed, Math.max(0, computed - hit) / total);
     share(this.output, output / total);
-    const found = hit ? `, ${count(hit)} cached` : "";
-    const said = `prompt ${count(prompt)}${found} · output ${count(output)} of ${count(most * choices)}`;
-    this.bar.setAttribute("aria-label", said);
+    const counts = [
+      `${count(hit)} cached`,
+      `${count(Math.max(0, computed - hit))} computed`,
+      `${count(output)} of ${count(most * choices)} output`,
+    ];
     const more = [
       choices > 1 ? plural(choices, "choice") : "",
       request.preemptions ? plural(request.preemptions, "preemption") : "",
     ];
-    say(this.figures, [said, age(request.age), ...more.filter(Boolean)].join(" · "));
+    say(this.prompt, `prompt ${count(prompt)}:`);
+    counts.forEach((text, index) => say(this.counts[index].number, text));
+    say(this.rest, more.filter(Boolean).join(" · "));
+    const said = `Prompt ${count(prompt)}: ${counts.join(", ")}`;
+    if (this.bar.getAttribute("aria-label") !== said) this.bar.setAttribute("aria-label", said);
   }
 
   /** The block table of each sequence, or none (null). */
@@ -199,6 +213,11 @@ class Row {
     });
     this.tables.replaceChildren(lookupLine(detail.lookup), ...tables);
   }
+}
+
+/** Tokens that a request's lookup found, in the pool and the tier. */
+function foundTokens(lookup, blockSize) {
+  return lookup ? (lookup.hit_blocks + lookup.promoted_blocks) * blockSize + lookup.copied_tokens : 0;
 }
 
 function share(node, value) {

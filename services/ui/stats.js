@@ -129,17 +129,10 @@ export class Stats {
         el("b", {}, String(runner.running)),
       ),
     );
-    const legend = [
-      ["cached", "cached"],
-      ["computed", "computed"],
-      ["output", "output"],
-    ].map(([name, label]) => el("span", { class: "runner" }, el("i", { class: `part-dot ${name}` }), label));
     $("runners").replaceChildren(
       ...(chips.length
         ? chips
         : [el("span", { class: "runner starting" }, el("i", { class: "lamp" }), "no runner")]),
-      el("span", { class: "spacer" }),
-      ...legend,
     );
   }
 }

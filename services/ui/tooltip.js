@@ -144,8 +144,7 @@ export class Tooltip {
     let top = Math.min(y, innerHeight - height - MARGIN);
     if (!fits && x - width - MARGIN < MARGIN)
       top = y + side + MARGIN + height < innerHeight ? y + side + MARGIN : y - height - MARGIN;
-    this.root.style.left = `${left}px`;
-    this.root.style.top = `${Math.max(MARGIN, top)}px`;
+    this.root.style.transform = `translate(${Math.round(left)}px, ${Math.round(Math.max(MARGIN, top))}px)`;
   }
 }
 

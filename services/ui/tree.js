@@ -49,7 +49,7 @@ export class PrefixTree {
     return this.search.value.trim();
   }
 
-  /** The roots and every open branch again; a search brings whole branches, as far as they lead to a match. */
+  /** The roots and every open branch again; a search brings branches as far as they lead to a match. */
   async load() {
     const branches = new Map();
     const wanted = ["", ...(this.wanted ? [] : [...this.open].slice(0, MOST_OPEN))];
@@ -239,12 +239,15 @@ function parentOf(rows, at) {
   return null;
 }
 
-/** How much of the beginning siblings share and need not show, but for a few characters: blocks end anywhere. */
+/** How much of their beginning siblings share and need not show: blocks end anywhere, not where texts part. */
 function sharedStart(texts) {
   if (texts.length < 2) return 0;
   const shared = texts.reduce((least, text) => Math.min(least, commonStart(texts[0], text)), texts[0].length);
-  const cut = shared - KEPT_SHARED;
-  return cut > KEPT_SHARED ? cut - (isLowSurrogate(texts[0], cut) ? 1 : 0) : 0;
+  if (shared < 2 * KEPT_SHARED) return 0;
+  const before = texts[0].slice(0, shared - 3);
+  const word = Math.max(before.lastIndexOf("<"), before.lastIndexOf(" ") + 1);
+  if (word > shared - 3 * KEPT_SHARED) return word;
+  return shared - KEPT_SHARED - (isLowSurrogate(texts[0], shared - KEPT_SHARED) ? 1 : 0);
 }
 
 /** `text` into `node`, with the places that match what is searched for in <mark>. */

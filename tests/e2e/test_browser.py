@@ -211,7 +211,7 @@ def test_a_hundred_thousand_blocks_with_a_key(stack: Stack, browser: Browser) ->
     with visit(browser, stack.url, REFUSED, viewport=WIDE) as shown:
         page = shown.page
         page.wait_for_selector("#key-dialog[open]")
-        assert "an API key is needed" in page.inner_text("#key-reason")
+        assert "admin's and tenant's keys" in page.inner_text("#key-reason")
         enter(shown, "wrong")
         shown.wait("() => document.getElementById('key-reason').textContent.includes('not one of this')")
         enter(shown, "root")
