@@ -264,6 +264,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
         sequence.reuse(pool, found.blocks)
         if found.num_shared:
             sequence.copy_from(pool, found.source, found.num_shared)
+        sequence.num_cached = sequence.num_computed
         sequence.advanced_at = now
         state.in_flight.announce(sequence, [digest for digest, _, _ in group.blocks(pool, request.salt)])
         if request.computed:
@@ -312,6 +313,7 @@ def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:
         group.choices[1:],
     )
     sequence.request_id = active.request.submit.request_id
+    sequence.max_length = active.request.max_length
     return sequence
 
 

@@ -132,19 +132,23 @@ class BlockPool:
         """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
         not be 0.
         """
-        counts = self.counts
-        if counts[FREE]:
-            block = self.free.pop()
-            counts[FREE] -= 1
-        else:
-            block = self._evict()
-        self.generation[block] += 1
-        self.owner_tag[block] = holder.owner_tag
-        self.state[block] = RESERVED
-        counts[RESERVED] += 1
-        self.ledger.add(block, holder)
-        self.changed.add(block)
-        return block
+        return self.grant_all(1, holder)[0]
+
+    def grant_all(self, count: int, holder: Holder) -> list[int]:
+        """So many such blocks: what concerns many at once is done at once, as time counts here."""
+        free, generation, owner_tag, state = self.free, self.generation, self.owner_tag, self.state
+        num_free = min(count, self.counts[FREE])
+        blocks = [free.pop() for _ in range(num_free)]
+        blocks += [self._evict() for _ in range(count - num_free)]
+        for block in blocks:
+            generation[block] += 1
+            owner_tag[block] = holder.owner_tag
+            state[block] = RESERVED
+        self.counts[FREE] -= num_free
+        self.counts[RESERVED] += count
+        self.ledger.add_first(blocks, holder)
+        self.changed.update(blocks)
+        return blocks
 
     def seal(
         self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float, digest: bytes = b""
@@ -207,18 +211,23 @@ class BlockPool:
 
         It is evicted after all that are cached now; but a partial one that a sibling covers, before them.
         """
-        if not self.ledger.remove(block, holder):
-            return
-        if self.state[block] == SEALED and block not in self.unfound:
-            self.state[block] = CACHED
-            self.counts[SEALED] -= 1
-            self.counts[CACHED] += 1
+        self.release_all((block,), holder)
+
+    def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
+        """The same for each of them, in this order."""
+        state, num_cached = self.state, 0
+        for block in self.ledger.remove_all(blocks, holder):
+            if state[block] != SEALED or block in self.unfound:
+                self._free(block)
+                continue
+            state[block] = CACHED
+            num_cached += 1
             if len(self.tokens[block]) < self.block_bytes and self._is_covered(block):
                 self.cached.prepend(block)
             else:
                 self.cached.append(block)
-        else:
-            self._free(block)
+        self.counts[SEALED] -= num_cached
+        self.counts[CACHED] += num_cached
 
     def evictable(self) -> Iterator[int]:
         """Cached blocks in the order in which they are evicted if nothing else happens."""

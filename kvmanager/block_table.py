@@ -21,7 +21,10 @@ class Sequence(Holder):
         "announced",
         "choice",
         "last_hash",
+        "max_length",
+        "num_cached",
         "num_computed",
+        "num_given",
         "num_reused",
         "num_sealed",
         "num_settled",
@@ -53,6 +56,9 @@ class Sequence(Holder):
         self.table: list[int] = []
         self.num_sealed = 0  # blocks
         self.num_reused = 0  # blocks at the table's beginning that others may hold as well
+        self.max_length = len(tokens)  # tokens
+        self.num_given = len(tokens)  # tokens, of which the first `num_cached` were there when it started
+        self.num_cached = 0
         self.num_computed = 0  # tokens
         self.last_hash = root  # of block num_sealed - 1
         self.pending_forks = pending_forks
@@ -90,17 +96,14 @@ class Sequence(Holder):
 
     def grow(self, pool: BlockPool, num_blocks: int) -> None:
         """Grant fresh blocks until the table has `num_blocks`."""
-        while len(self.table) < num_blocks:
-            self.table.append(pool.grant(self))
+        self.table += pool.grant_all(num_blocks - len(self.table), self)
 
-    def advance(self, pool: BlockPool, new_tokens: "array[int]", num_computed: int, now: float) -> None:
-        """The runner has more tokens, and their KV up to `num_computed`: seal the blocks that are full."""
-        self.tokens.extend(new_tokens)
-        self.num_computed = num_computed
+    def seal(self, pool: BlockPool, now: float) -> None:
+        """The runner has written the KV of the tokens up to `num_computed`: seal the blocks that are full."""
         self.advanced_at = now
         size, known = pool.block_size, self.announced
         unfound = pool.unfound
-        for index in range(self.num_sealed, num_computed // size):
+        for index in range(self.num_sealed, self.num_computed // size):
             tokens = self.tokens[index * size : (index + 1) * size].tobytes()
             if unfound and index and self.table[index - 1] in unfound:
                 block = self.table[index]
@@ -110,17 +113,23 @@ class Sequence(Holder):
                 self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now, digest)
             self.num_sealed += 1
 
-    def fork(self, pool: BlockPool, choice: int) -> "Sequence":
-        """A sequence that shares the whole table, and the tokens as far as they were reported."""
+    def fork(self, choice: int) -> "Sequence":
+        """A sequence with the same table and the same tokens, as far as they were reported. To be followed by
+        its `share`.
+        """
         child = Sequence(self.owner_tag, self.start_id, choice, self.tokens[:], self.salt, self.last_hash)
-        for block in self.table:
-            pool.hold(block, child)
         child.table = self.table[:]
         child.request_id = self.request_id
-        child.num_sealed = self.num_sealed
         child.num_reused = len(self.table)
         child.num_computed = self.num_computed
+        child.max_length = self.max_length
         return child
+
+    def share(self, pool: BlockPool, parent: "Sequence") -> None:
+        """Hold all blocks that `parent`, from which this was forked, has sealed or is writing."""
+        for block in self.table:
+            pool.hold(block, self)
+        self.num_sealed, self.last_hash = parent.num_sealed, parent.last_hash
 
     def seal_tail(self, pool: BlockPool, now: float) -> None:
         """The runner no longer writes: seal what there is of a block, unless others go on writing there, or
@@ -140,5 +149,5 @@ class Sequence(Holder):
         """Let go of every block, the last one first: so a chain is evicted from its tail."""
         if self.source is not None:
             self.copied(pool)
-        while self.table:
-            pool.release(self.table.pop(), self)
+        pool.release_all(reversed(self.table), self)
+        self.table.clear()

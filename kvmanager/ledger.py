@@ -32,16 +32,30 @@ class Ledger:
         assert holder not in holders, f"{holder.describe()} already holds block {block}"
         self._holders[block] = (*holders, holder)
 
+    def add_first(self, blocks: Iterable[int], holder: Holder) -> None:
+        """To blocks that nobody holds."""
+        sole = (holder,)
+        for block in blocks:
+            assert not self._holders[block], f"block {block} is held already"
+            self._holders[block] = sole
+
     def remove(self, block: int, holder: Holder) -> bool:
         """True if that was the last one."""
-        holders = self._holders[block]
-        if holders == (holder,):
-            self._holders[block] = ()
-            return True
-        assert holder in holders, f"{holder.describe()} does not hold block {block}"
-        place = holders.index(holder)
-        self._holders[block] = holders[:place] + holders[place + 1 :]
-        return False
+        return bool(self.remove_all((block,), holder))
+
+    def remove_all(self, blocks: Iterable[int], holder: Holder) -> list[int]:
+        """Those of the blocks of which that was the last one, in their order."""
+        by_block, sole, left = self._holders, (holder,), []
+        for block in blocks:
+            holders = by_block[block]
+            if holders == sole:
+                by_block[block] = ()
+                left.append(block)
+                continue
+            assert holder in holders, f"{holder.describe()} does not hold block {block}"
+            place = holders.index(holder)
+            by_block[block] = holders[:place] + holders[place + 1 :]
+        return left
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds `block` instead of `holder`."""

@@ -17,7 +17,7 @@ def grant_credits(state: State, pool: BlockPool) -> None:
         missing = runner.credits_wanted - len(runner.credits)
         if missing > 0:
             pool.log.asker = sole_request(runner)
-            blocks = [pool.grant(runner) for _ in range(min(missing, pool.available))]
+            blocks = pool.grant_all(min(missing, pool.available), runner)
             runner.credits.update(blocks)
             runner.outbox.credits.extend(pool.refs(blocks))
             pool.log.asker = NOBODY

@@ -6,7 +6,8 @@ returned) on notes of its own; what it lets through, the second half applies wit
 This is most of what a step costs the manager, so each item is looked at as few times as can be.
 """
 
-from array import array
+from itertools import islice
+from typing import Literal
 
 from kvmanager.block_pool import RESERVED, BlockPool
 from kvmanager.block_table import Sequence
@@ -30,8 +31,7 @@ MAX_CREDITS_WANTED = 1 << 20
 SHARE_MEMORY = 16  # sequences that have ended, after which what they came to counts for a third
 MAX_TOKEN_ID = (1 << 32) - 1
 
-Key = tuple[int, int]
-"""(start_id, choice)."""
+EndReason = Literal["finished", "cancelled", "preempted", "dropped"]
 
 
 class InvalidReport(Exception):
@@ -39,36 +39,38 @@ class InvalidReport(Exception):
 
 
 class ReportCheck:
-    """One report on its way through the check."""
+    """One report on its way through the check, which goes first over all of it.
 
-    __slots__ = ("_born", "_ended", "_notes", "_pool", "_read", "_runner", "_sharing", "_spent", "new_tokens")
+    Tokens and progress are noted on the sequences themselves, where what follows finds them: if the report is
+    refused, they end with their runner's session, and nobody looks at them again.
+    """
+
+    __slots__ = ("_born", "_ended", "_pool", "_read", "_runner", "_sharing", "_spent", "named")
 
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
-        self.new_tokens: list[array[int]] = []  # of each progress, then of each end
+        self.named: list[Sequence] = []  # by each item of the report, in the order of its fields
         self._runner = runner
         self._pool = pool
-        self._notes: dict[Key, tuple[int, int]] = {}  # known and computed tokens so far in this report
-        self._born: dict[Key, Sequence] = {}  # child → the sequence whose table it shares
-        self._sharing: set[Key] = set()  # forked in this report, or forked off
-        self._ended: set[Key] = set()
+        self._born: dict[tuple[int, int], Sequence] = {}  # by start_id and choice; not yet among the start's
+        self._sharing: set[Sequence] = set()  # forked in this report, or forked off
+        self._ended: set[Sequence] = set()
         self._spent: set[int] = set()  # credits used or returned
         self._read: set[Sequence] = set()  # that have copied from their source
 
     def check(self, report: StepReport) -> None:
         """Raises InvalidReport."""
-        for key in report.sources_read:
-            self._copied(key)
+        for start_id, choice in report.sources_read:
+            self._copied(self._find(start_id, choice))
         for progress in report.progress:
             self._advance(progress)
         for forked in report.forked:
             self._fork(forked)
         for ended in report.ended:
-            self._advance(ended)
-            self._ended.add((ended.start_id, ended.choice))
+            self._ended.add(self._advance(ended))
         for copied in report.copied:
             self._copy(copied)
         for taken in report.taken:
-            self._find((taken.start_id, taken.choice))
+            self._find(taken.start_id, taken.choice)
             self._spend(taken.blocks)
         if report.returned:
             self._spend(report.returned)
@@ -77,66 +79,59 @@ class ReportCheck:
         if not 0 <= report.num_tail_tokens <= self._pool.num_blocks * self._pool.block_size:
             raise InvalidReport(f"num_tail_tokens is {report.num_tail_tokens}")
 
-    def _find(self, key: Key) -> Sequence:
-        """The live sequence; for one born in this report, the one that it was forked from."""
-        active = self._runner.active.get(key[0])
-        sequence = active.sequences.get(key[1]) if active is not None else None
+    def _find(self, start_id: int, choice: int) -> Sequence:
+        """The live sequence, which perhaps only this report has brought about."""
+        active = self._runner.active.get(start_id)
+        sequence = active.sequences.get(choice) if active is not None else None
         if sequence is None:
-            sequence = self._born.get(key)
-        if sequence is None or key in self._ended:
-            raise InvalidReport(f"no sequence {key[1]} of start {key[0]} runs here")
+            sequence = self._born.get((start_id, choice))
+        if sequence is None or sequence in self._ended:
+            raise InvalidReport(f"no sequence {choice} of start {start_id} runs here")
+        self.named.append(sequence)
         return sequence
 
-    def _so_far(self, key: Key, sequence: Sequence) -> tuple[int, int]:
-        return self._notes.get(key) or (len(sequence.tokens), sequence.num_computed)
-
-    def _copied(self, key: Key) -> None:
-        sequence = self._find(key)
+    def _copied(self, sequence: Sequence) -> None:
         if sequence.source is None or sequence in self._read:
-            raise InvalidReport(f"sequence {key[1]} of start {key[0]} has nothing to copy from")
+            raise InvalidReport(f"{sequence.describe()} has nothing to copy from")
         self._read.add(sequence)
 
-    def _advance(self, item: Progress | Ended) -> None:
-        key = (item.start_id, item.choice)
-        sequence = self._find(key)
-        known, before = self._notes.get(key) or (len(sequence.tokens), sequence.num_computed)
+    def _advance(self, item: Progress | Ended) -> Sequence:
+        sequence = self._find(item.start_id, item.choice)
+        tokens, table, size = sequence.tokens, sequence.table, self._pool.block_size
+        before, computed = sequence.num_computed, item.num_computed_tokens
         try:
-            new = token_array(item.new_token_ids)
+            tokens.extend(token_array(item.new_token_ids))
         except OverflowError:
             raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}") from None
-        self.new_tokens.append(new)
-        known += len(new)
-        computed, table, size = item.num_computed_tokens, sequence.table, self._pool.block_size
-        if computed < before or computed > known or computed > len(table) * size:
+        if computed < before or computed > len(tokens) or computed > len(table) * size:
             raise InvalidReport(
-                f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
+                f"{name(item)} has computed {computed} tokens, of {len(tokens)} known, after {before}, "
                 f"in {len(table)} blocks"
             )
         if sequence.source is not None and computed > before and sequence not in self._read:
             raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
         for block in table[before // size : computed // size]:
-            if self._pool.ledger.ref_count(block) != 1 or key in self._sharing:
+            if self._pool.ledger.ref_count(block) != 1 or sequence in self._sharing:
                 raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
-        if known > self._runner.active[item.start_id].request.max_length:
-            raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
-        self._notes[key] = (known, computed)
+        if len(tokens) > sequence.max_length:
+            raise InvalidReport(f"{name(item)} has {len(tokens)} tokens, more than its max_tokens allows")
+        sequence.num_computed = computed
+        return sequence
 
     def _fork(self, item: Forked) -> None:
-        key = (item.start_id, item.choice)
-        parent = self._find(key)
+        parent = self._find(item.start_id, item.choice)
         sequences = self._runner.active[item.start_id].sequences
         for choice in item.children:
-            child = (item.start_id, choice)
-            if choice in sequences or child in self._born or not 0 <= choice < MAX_CHOICES:
+            key = (item.start_id, choice)
+            if choice in sequences or key in self._born or not 0 <= choice < MAX_CHOICES:
                 raise InvalidReport(f"sequence {choice} of start {item.start_id} cannot be forked: it exists")
-            self._born[child] = parent
-            self._sharing |= {key, child}
-            self._notes[child] = self._so_far(key, parent)
+            child = self._born[key] = parent.fork(choice)
+            self._sharing |= {parent, child}
+            self.named.append(child)
 
     def _copy(self, item: Copied) -> None:
-        key = (item.start_id, item.choice)
-        sequence = self._find(key)
-        sealed = self._so_far(key, sequence)[1] // self._pool.block_size
+        sequence = self._find(item.start_id, item.choice)
+        sealed = sequence.num_computed // self._pool.block_size
         if not sealed <= item.index < len(sequence.table):
             raise InvalidReport(f"{name(item)} cannot replace entry {item.index} of its table")
         self._spend((item.block,))
@@ -156,29 +151,26 @@ def name(item: Progress | Ended | Copied | Taken) -> str:
 
 
 def apply(
-    state: State, runner: Runner, report: StepReport, new: "list[array[int]]", pool: BlockPool, now: float
+    state: State, runner: Runner, report: StepReport, named: list[Sequence], pool: BlockPool, now: float
 ) -> None:
-    """Apply a report that `ReportCheck` has let through; `new` are the `new_tokens` that it has made."""
-    active, new_tokens = runner.active, iter(new)
-    for start_id, choice in report.sources_read:
-        active[start_id].sequences[choice].copied(pool)
-    for progress in report.progress:
-        of = active[progress.start_id]
-        sequence = of.sequences[progress.choice]
-        if of.started_at is not None:
-            measure(state, of, sequence, progress.num_computed_tokens, now)
-        sequence.advance(pool, next(new_tokens), progress.num_computed_tokens, now)
+    """Apply a report that `ReportCheck` has let through; `named` is what that has left."""
+    active, sequences = runner.active, iter(named)
+    for _ in report.sources_read:
+        next(sequences).copied(pool)
+    for progress, sequence in zip(report.progress, sequences, strict=False):
+        measure(state, active[progress.start_id], sequence, now)
+        sequence.seal(pool, now)
         if sequence.num_settled < len(sequence.announced) and state.in_flight.settle(sequence):
             state.admission_due = True
     for forked in report.forked:
-        fork(runner, active[forked.start_id], forked, pool)
-    for ended in report.ended:
-        end(state, active[ended.start_id], ended, next(new_tokens), pool, now)
-    for copied in report.copied:
-        sequence = active[copied.start_id].sequences[copied.choice]
+        parent = next(sequences)
+        for child in islice(sequences, len(forked.children)):
+            fork(runner, active[forked.start_id], parent, child, pool)
+    for ended, sequence in zip(report.ended, sequences, strict=False):
+        end(state, active[ended.start_id], sequence, ended.reason, pool, now)
+    for copied, sequence in zip(report.copied, sequences, strict=False):
         replace_entry(runner, sequence, copied, pool)
-    for taken in report.taken:
-        sequence = active[taken.start_id].sequences[taken.choice]
+    for taken, sequence in zip(report.taken, sequences, strict=False):
         for block, _ in taken.blocks:
             runner.credits.remove(block)
             pool.transfer(block, runner, sequence)
@@ -192,23 +184,27 @@ def apply(
         state.admission_due = True
 
 
-def measure(state: State, active: ActiveStart, sequence: Sequence, num_computed: int, now: float) -> None:
+def measure(state: State, active: ActiveStart, sequence: Sequence, now: float) -> None:
     """The first report on a start tells how fast given tokens are computed here, the wait for it included."""
-    if active.started_at is None:
-        return
-    if state.tiering is not None and sequence.num_computed < num_computed <= len(sequence.tokens):
-        state.tiering.tier.computing.add(num_computed - sequence.num_computed, now - active.started_at, now)
-    active.started_at = None
+    began, active.started_at = active.started_at, None
+    computed = sequence.num_computed - sequence.num_cached
+    if (
+        began is not None
+        and state.tiering is not None
+        and computed
+        and sequence.num_computed <= sequence.num_given
+    ):
+        state.tiering.tier.computing.add(computed, now - began, now)
 
 
-def fork(runner: Runner, active: ActiveStart, item: Forked, pool: BlockPool) -> None:
-    parent = active.sequences[item.choice]
-    for choice in item.children:
-        active.sequences[choice] = parent.fork(pool, choice)
-        if choice in parent.pending_forks:
-            parent.pending_forks = tuple(other for other in parent.pending_forks if other != choice)
-        else:
-            runner.seats += 1
+def fork(runner: Runner, active: ActiveStart, parent: Sequence, child: Sequence, pool: BlockPool) -> None:
+    """The child runs, too, in a seat that was kept for it or in one more."""
+    child.share(pool, parent)
+    active.sequences[child.choice] = child
+    if child.choice in parent.pending_forks:
+        parent.pending_forks = tuple(other for other in parent.pending_forks if other != child.choice)
+    else:
+        runner.seats += 1
 
 
 def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockPool) -> None:
@@ -222,30 +218,30 @@ def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockP
 
 
 def end(
-    state: State, active: ActiveStart, item: Ended, new: "array[int]", pool: BlockPool, now: float
+    state: State, active: ActiveStart, sequence: Sequence, reason: EndReason, pool: BlockPool, now: float
 ) -> None:
     """Take one sequence's blocks back; with the last one, the start is over."""
-    sequence = active.sequences.pop(item.choice)
-    measure(state, active, sequence, item.num_computed_tokens, now)
-    sequence.advance(pool, new, item.num_computed_tokens, now)
+    del active.sequences[sequence.choice]
+    measure(state, active, sequence, now)
+    sequence.seal(pool, now)
     state.in_flight.withdraw(sequence)
-    if item.reason != "dropped":
+    if reason != "dropped":
         sequence.seal_tail(pool, now)
     choices = (sequence.choice, *sequence.pending_forks)
     request, runner = active.request, active.runner
     runner.seats -= len(choices)
-    if item.reason == "preempted" and request.submit.sampling.beam is not None:
+    if reason == "preempted" and request.submit.sampling.beam is not None:
         active.resume = list(request.submit.choices)  # a search starts over
         request.computed = {0: len(request.prompt)}
-    elif item.reason == "preempted" and len(sequence.tokens) < request.max_length:
+    elif reason == "preempted" and len(sequence.tokens) < request.max_length:
         output = tuple(sequence.tokens[len(request.prompt) :])
         active.resume.extend(Choice(choice, output) for choice in choices)
         request.computed[sequence.choice] = sequence.num_computed
-    elif item.reason != "dropped":
+    elif reason != "dropped":
         runner.finished.append(
             (request.frontend.client_id, request.submit.request_id, request.submit.attempt)
         )
-    if item.reason in ("finished", "cancelled"):
+    if reason in ("finished", "cancelled"):
         share = (len(sequence.tokens) - len(request.prompt)) / request.submit.sampling.max_tokens
         state.usual_share += (share - state.usual_share) / SHARE_MEMORY
     sequence.release(pool)
