@@ -31,7 +31,7 @@ from kvmanager.protocol import (
     Stats,
     StatsQuery,
 )
-from services import kv_answers
+from services import kv_state_answers as answers
 from services.auth import admin, observer
 from services.context import Context
 from services.errors import ApiError
@@ -98,7 +98,7 @@ class StateRoutes:
             if found or not cursor:
                 break
         return reply(
-            kv_answers.RequestsAnswer(
+            answers.RequestsAnswer(
                 boot_id=page.at.boot_id,
                 sequence=page.at.sequence,
                 requests=found,
@@ -118,7 +118,7 @@ class StateRoutes:
             page = await ask(self._backend, query, RequestsPage)
             if page.requests:
                 at, card = page.at, request_card(page.requests[0])
-                return reply(kv_answers.RequestAnswer(boot_id=at.boot_id, sequence=at.sequence, request=card))
+                return reply(answers.RequestAnswer(boot_id=at.boot_id, sequence=at.sequence, request=card))
         message = f"no request {name[:MAX_ID_CHARS]!r} is live, or has ended lately"
         raise ApiError(404, message, param="id", code="not_found")
 
@@ -128,7 +128,7 @@ class StateRoutes:
         found = await ask(self._backend, lambda number: HoldersQuery(number, tenant), HoldersAnswer)
         processes = [] if tenant else [process_card(process) for process in found.processes]
         return reply(
-            kv_answers.HoldersAnswer(
+            answers.HoldersAnswer(
                 boot_id=found.at.boot_id,
                 sequence=found.at.sequence,
                 processes=processes,
@@ -152,7 +152,7 @@ class StateRoutes:
             if not page.checked or checked >= page.num_blocks or seconds > AUDIT_SECONDS:
                 break
         return reply(
-            kv_answers.AuditAnswer(
+            answers.AuditAnswer(
                 boot_id=page.at.boot_id,
                 sequence=page.at.sequence,
                 ok=not faults and checked >= page.num_blocks,
@@ -183,24 +183,24 @@ class StateRoutes:
         return found
 
 
-def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck: set[int]) -> kv_answers.StatsAnswer:
+def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck: set[int]) -> answers.StatsAnswer:
     """For an admin. `stuck`: client ids of runners."""
     queries, hits, pool = stats.prefix_cache_queries, stats.prefix_cache_hits, stats.pool
     used = (pool.reserved + pool.sealed) * pool.block_size
     card = pool_card(stats, page)
     card.used_tokens, card.waste = stats.used_tokens, round(1 - stats.used_tokens / used, 4) if used else 0.0
-    return kv_answers.StatsAnswer(
+    return answers.StatsAnswer(
         boot_id=stats.at.boot_id,
         sequence=stats.at.sequence,
         pool=card,
-        requests=kv_answers.RequestsCard(
+        requests=answers.RequestsCard(
             stats.running, stats.waiting, stats.preemptions, stats.recomputed_tokens, stats.rejected
         ),
-        pins=kv_answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
-        cache=kv_answers.CacheCard(
+        pins=answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
+        cache=answers.CacheCard(
             queries, hits, round(hits / queries, 4) if queries else None, stats.evictions, stats.prefix_waits
         ),
-        tier=kv_answers.TierCard(
+        tier=answers.TierCard(
             stats.tier.num_slots,
             stats.tier.blocks,
             stats.tier.bytes,
@@ -215,23 +215,23 @@ def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck: set[int])
 
 def tenants_stats(
     stats: Stats, pins: PinsAnswer, page: BlocksPage, own: list[RequestInfo]
-) -> kv_answers.StatsAnswer:
+) -> answers.StatsAnswer:
     """For a tenant: the pool's totals, and its own counts."""
     running = sum(info.state in RUNNING for info in own)
     ended = sum(info.state == "ended" for info in own)
-    return kv_answers.StatsAnswer(
+    return answers.StatsAnswer(
         boot_id=stats.at.boot_id,
         sequence=stats.at.sequence,
         pool=pool_card(stats, page),
-        requests=kv_answers.RequestsCard(running, len(own) - running - ended),
-        pins=kv_answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
+        requests=answers.RequestsCard(running, len(own) - running - ended),
+        pins=answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
         cache=UNSET,
     )
 
 
-def pool_card(stats: Stats, page: BlocksPage) -> kv_answers.PoolCard:
+def pool_card(stats: Stats, page: BlocksPage) -> answers.PoolCard:
     pool = stats.pool
-    return kv_answers.PoolCard(
+    return answers.PoolCard(
         pool.num_blocks,
         pool.block_size,
         page.block_bytes or None,
@@ -245,8 +245,8 @@ def pool_card(stats: Stats, page: BlocksPage) -> kv_answers.PoolCard:
     )
 
 
-def runner_card(runner: RunnerStats, stuck: bool) -> kv_answers.RunnerCard:
-    return kv_answers.RunnerCard(
+def runner_card(runner: RunnerStats, stuck: bool) -> answers.RunnerCard:
+    return answers.RunnerCard(
         runner.name,
         runner.client_id,
         runner.ready,
@@ -258,8 +258,8 @@ def runner_card(runner: RunnerStats, stuck: bool) -> kv_answers.RunnerCard:
     )
 
 
-def process_card(process: ProcessInfo) -> kv_answers.ProcessCard:
-    return kv_answers.ProcessCard(
+def process_card(process: ProcessInfo) -> answers.ProcessCard:
+    return answers.ProcessCard(
         process.kind,
         process.name,
         process.client_id,
@@ -274,8 +274,8 @@ def process_card(process: ProcessInfo) -> kv_answers.ProcessCard:
     )
 
 
-def request_card(info: RequestInfo) -> kv_answers.RequestCard:
-    return kv_answers.RequestCard(
+def request_card(info: RequestInfo) -> answers.RequestCard:
+    return answers.RequestCard(
         info.request_id,
         info.frontend,
         info.state,
@@ -292,8 +292,8 @@ def request_card(info: RequestInfo) -> kv_answers.RequestCard:
     )
 
 
-def lookup_card(lookup: Lookup) -> kv_answers.LookupCard:
-    return kv_answers.LookupCard(
+def lookup_card(lookup: Lookup) -> answers.LookupCard:
+    return answers.LookupCard(
         lookup.num_tokens,
         lookup.hit_blocks,
         lookup.copied_tokens,
@@ -303,8 +303,8 @@ def lookup_card(lookup: Lookup) -> kv_answers.LookupCard:
     )
 
 
-def sequence_card(sequence: SequenceInfo) -> kv_answers.SequenceCard:
-    return kv_answers.SequenceCard(
+def sequence_card(sequence: SequenceInfo) -> answers.SequenceCard:
+    return answers.SequenceCard(
         sequence.choice,
         sequence.num_tokens,
         sequence.num_computed,

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from services import kv_answers, kv_types
+from services import kv_answers, kv_state_answers, kv_types
 from services.errors import ErrorEnvelope
 from services.kv_pages import MAX_BLOCK_ID, MAX_CURSOR_CHARS, MAX_LEVELS, MAX_MAP, MAX_NODES, MAX_QUERY_CHARS
 from services.kv_state import REQUEST_STATES
@@ -120,7 +120,7 @@ API: Final = (
 )
 
 CACHE: Final = (
-    Operation("GET", "/kv/stats", "cache", "Figures.", answer=kv_answers.StatsAnswer),
+    Operation("GET", "/kv/stats", "cache", "Figures.", answer=kv_state_answers.StatsAnswer),
     Operation(
         "GET",
         "/kv/map",
@@ -162,7 +162,7 @@ CACHE: Final = (
         "/kv/requests",
         "cache",
         "Requests that are live, or ended lately.",
-        answer=kv_answers.RequestsAnswer,
+        answer=kv_state_answers.RequestsAnswer,
         parameters=(
             Parameter("state", _choice(*REQUEST_STATES), "only these"),
             Parameter("cursor", _text(256), "`next_cursor` of the page before"),
@@ -174,11 +174,13 @@ CACHE: Final = (
         "/kv/requests/{id}",
         "cache",
         "One of them, with its block tables.",
-        answer=kv_answers.RequestAnswer,
+        answer=kv_state_answers.RequestAnswer,
         parameters=(Parameter("id", {"type": "string"}, "its id, or the answer's", "path", True),),
     ),
-    Operation("GET", "/kv/holders", "cache", "Who keeps blocks in use.", answer=kv_answers.HoldersAnswer),
-    Operation("GET", "/kv/audit", "cache", "Check every invariant.", answer=kv_answers.AuditAnswer),
+    Operation(
+        "GET", "/kv/holders", "cache", "Who keeps blocks in use.", answer=kv_state_answers.HoldersAnswer
+    ),
+    Operation("GET", "/kv/audit", "cache", "Check every invariant.", answer=kv_state_answers.AuditAnswer),
     Operation(
         "GET",
         "/kv/events",

@@ -159,7 +159,7 @@ partial, 8 another tenant's.
 """)
 
 
-def reference(page: Page) -> None:
+def questions(page: Page) -> None:
     page.ask("GET", "/kv/map?limit=24")
     page.say("""
 ### GET /kv/blocks/{id}
@@ -203,6 +203,9 @@ them.
 Checks every invariant of the manager's accounts; for admins.
 """)
     page.ask("GET", "/kv/audit")
+
+
+def events(page: Page) -> None:
     page.say("""
 ### GET /kv/events
 
@@ -215,6 +218,9 @@ there. If the manager no longer has what follows, or is another, `gap` says so, 
 that does not read is dropped; `error` is the last event of a stream that cannot go on.
 """)
     page.ask("GET", "/kv/events", lines=3)
+
+
+def commands(page: Page) -> None:
     page.say("""
 ### POST /kv/explain
 
@@ -253,6 +259,9 @@ Drops a prefix with all that follows on it (`prompt` or `messages`; what shares 
 or all of one `cache_salt`, or with `"all": true` everything. Blocks in use stay (`in_use`).
 """)
     page.ask("POST", "/kv/evict", {"prompt": [1003] * 700})
+
+
+def clearing(page: Page) -> None:
     page.say("""
 ### POST /kv/clear
 
@@ -269,4 +278,4 @@ See [http.md](http.md), under Pins.
 """)
 
 
-STORIES: Final = (introduction, pool, warm, reference)
+STORIES: Final = (introduction, pool, warm, questions, events, commands, clearing)

@@ -288,7 +288,8 @@ def test_cleared_and_the_tier_in_events() -> None:
     assert (found.blocks, found.flags) == ([1], [0])
     other = FakeCache()
     other.store([2] * 16)
-    both = merge([page], [other.answer(BlocksQuery(0, 0, 9, content=True))], [], cache.at).contents  # type: ignore[list-item]
+    slots: Any = [other.answer(BlocksQuery(0, 0, 9, content=True))]
+    both = merge([page], slots, [], cache.at).contents  # type: ignore[list-item]
     assert (both.blocks, both.flags) == ([1, 0], [0, 2])
     assert len(Tree(both)) == 1
     cleared = replace_event(stored, kind="cleared")
