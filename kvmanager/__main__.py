@@ -33,6 +33,9 @@ def main() -> int:
         gc.set_threshold(COLLECT_AFTER)
         gc.enable()
         server.run()
+    except PagekeeperError as error:
+        print(f"kvmanager: {error}", file=sys.stderr)
+        return 1
     finally:
         server.close()
     return 0

@@ -184,7 +184,10 @@ class ManagerClient(_Client):
         self.socket.connect(self._endpoint)
 
     def connect(self, timeout_s: float) -> Welcome:
-        """Say Hello, wait for the Welcome. Raises PagekeeperError (a refusal's code, or "manager_absent")."""
+        """Say Hello, wait for the Welcome. Raises PagekeeperError: a refusal's code, "manager_absent", or
+        "internal" if another process may have this one's name.
+        """
+        self._lock.check()
         deadline = time.monotonic() + timeout_s
         while (now := time.monotonic()) < deadline:
             self._send(self._session.hello_frames(now))
@@ -265,7 +268,10 @@ class AsyncManagerClient(_Client):
         self.socket.connect(self._endpoint)
 
     async def connect(self, timeout_s: float) -> Welcome:
-        """Say Hello, wait for the Welcome. Raises PagekeeperError (a refusal's code, or "manager_absent")."""
+        """Say Hello, wait for the Welcome. Raises PagekeeperError: a refusal's code, "manager_absent", or
+        "internal" if another process may have this one's name.
+        """
+        self._lock.check()
         deadline = time.monotonic() + timeout_s
         while (now := time.monotonic()) < deadline:
             await self._send(self._session.hello_frames(now))

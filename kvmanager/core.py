@@ -119,6 +119,11 @@ class Core:
         sessions.gone(self.state, lock, now)
         return self._settle(now)
 
+    def displaced(self, now: float, lock: str, former: str) -> Effects:
+        """The lock has another holder, and the process that held it lives, known as `former` from now on."""
+        sessions.displace(self.state, lock, former, now)
+        return self._settle(now)
+
     def copied(self, now: float, copy: Copy, promotion: bool, good: bool, seconds: float) -> Effects:
         """A copy that an effect asked for is over, after `seconds`. A promotion is `good` only if the block
         now holds its content to the last bit.

@@ -28,10 +28,28 @@ class HeldLock:
         """Show that this process gets on: the file's time of modification becomes now."""
         os.utime(self._fd)
 
+    @property
+    def stands(self) -> bool:
+        """Whether the file still has its name; else it was removed, and another process may use the name."""
+        try:
+            return os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
+        except FileNotFoundError:
+            return False
+
+    def check(self) -> None:
+        """Raises PagekeeperError ("internal") unless the name is still ours."""
+        if not self.stands:
+            raise PagekeeperError(
+                "internal",
+                f"the lock file {self.path} was removed: another process may have taken this one's place, "
+                "so it ends; start it again if none has",
+            )
+
     def release(self) -> None:
-        """Remove the file and drop the lock. Safe to call twice."""
+        """Remove the file, if it is still ours, and drop the lock. Safe to call twice."""
         if self._fd >= 0:
-            self.path.unlink(missing_ok=True)
+            if self.stands:
+                self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
@@ -61,6 +79,7 @@ class WatchedLock:
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.inode = os.fstat(self._fd).st_ino
 
     def held(self) -> bool:
         """Whether some other process holds the lock now."""

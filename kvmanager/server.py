@@ -97,7 +97,7 @@ class Server:
         self._publisher = self._open_publisher()
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT (or `stop`)."""
+        """Serve until SIGTERM or SIGINT (or `stop`). Raises PagekeeperError if another may have its place."""
         signal.signal(signal.SIGTERM, self.stop)
         signal.signal(signal.SIGINT, self.stop)
         log.info("event=start endpoint=%s boot_id=%s", self._endpoint, self._boot_id)
@@ -109,6 +109,7 @@ class Server:
                 self._end_copies()
             if (now := time.monotonic()) >= next_look:
                 next_look = now + TICK
+                self._lock.check()
                 self._lock.touch()
                 self._watch(now)
                 self._carry_out(self._core.tick(now))
@@ -305,6 +306,7 @@ class Server:
         if refused is not None:
             watched.close()
             return refused
+        self._displace(hello.lock, watched)
         self._replace_lock(hello.lock, watched)
         answer, effects = self._core.hello(time.monotonic(), hello)
         self._carry_out(effects)
@@ -352,6 +354,18 @@ class Server:
             self._replace_lock(name, None)
             log.info("event=died lock=%r", name)
             self._carry_out(self._core.process_died(now, name))
+
+    def _displace(self, name: str, successor: WatchedLock) -> None:
+        """If the lock's holder lives, but its file was removed and another process took the name: it may
+        still write its blocks, so they wait for its death.
+        """
+        old = self._locks.get(name)
+        if old is None or old.inode == successor.inode or not old.held():
+            return
+        former = f"{name}/{old.inode}"  # no lock file has such a name
+        self._locks[former] = self._locks.pop(name)
+        log.warning("event=displaced lock=%r as=%r", name, former)
+        self._carry_out(self._core.displaced(time.monotonic(), name, former))
 
     def _replace_lock(self, name: str, watched: WatchedLock | None) -> None:
         old = self._locks.pop(name, None)

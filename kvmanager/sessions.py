@@ -101,6 +101,23 @@ def gone(state: State, lock: str, now: float) -> None:
     take_back(state, lock)
 
 
+def displace(state: State, lock: str, former: str, now: float) -> None:
+    """The process that had this lock lives under the name `former`, which dies with it: until then what it
+    had stays out of use, whoever has the lock now.
+    """
+    quarantine = state.quarantines.pop(lock, None) or Quarantine(former)
+    quarantine.lock = former
+    state.quarantines[former] = quarantine
+    if lock in state.survivors:
+        state.survivors.remove(lock)
+        state.survivors.add(former)
+    client = state.by_lock.get(lock)
+    if isinstance(client, Runner):
+        end_runner(state, client, quarantine, now)
+    elif client is not None:
+        end_frontend(state, client)
+
+
 def take_back(state: State, lock: str) -> None:
     """Nobody uses any more what the process with this lock had under earlier sessions."""
     state.survivors.discard(lock)

@@ -49,6 +49,7 @@ SHELL = {
     "client",
     "event_publisher",
     "pool_directory",
+    "pool_tool",
     "records",
     "liveness",
     "tier_file",
