@@ -1,6 +1,8 @@
 """What paged_attention does before its threads start: cut the batch into pieces, and place scratch memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kernels.cpu.jit import jit
 from kernels.cpu.memory import INT32, INT64, Kind, elements
@@ -12,6 +14,8 @@ TURNS = 4  # turns per thread from which on a turn is a whole piece: its heads l
 PIECE_FIELDS = (
     8  # sequence, first row, rows, first key, end of keys, split, splits, place of the partial results
 )
+
+NOWHERE: Any = np.int64(0)  # an address; a plain 0 would be a type of its own, and compiled for again
 
 
 class Job(NamedTuple):
@@ -75,7 +79,7 @@ def lay_out(job: Job, workspace: int, num_pieces: int, partial_floats: int, thre
     finished = pieces + lines(num_pieces * PIECE_FIELDS * 8)
     partials = finished + lines(num_pieces * job.num_kv_heads * 8)
     scratch = partials + lines(partial_floats * 4)
-    scratch_size = scratch_of(job, 0).end
+    scratch_size = scratch_of(job, scratch).end - scratch
     end = scratch + threads * scratch_size
     turn_items = job.num_kv_heads if num_pieces >= TURNS * threads else 1
     counters = workspace, workspace + LINE
@@ -83,8 +87,8 @@ def lay_out(job: Job, workspace: int, num_pieces: int, partial_floats: int, thre
 
 
 @jit
-def write_pieces(job: Job, address: int, write: bool) -> tuple[int, int, int]:
-    """Count the pieces, the floats of their partial results and the work; write the pieces down if `write`.
+def write_pieces(job: Job, address: int) -> tuple[int, int, int]:
+    """Count the pieces, the floats of their partial results and the work; write the pieces at an address.
 
     Work is what shares it out well: elements of keys that pass by, per started product of 4 rows.
     """
@@ -102,7 +106,7 @@ def write_pieces(job: Job, address: int, write: bool) -> tuple[int, int, int]:
             work += (high - low) * job.head_dim * job.num_kv_heads * (padded(num_rows) // ROWS)
             splits = (high - 1) // SPLIT - first_split + 1 if rows <= MAX_ROWS else 1
             for split in range(splits):
-                if write:
+                if address != NOWHERE:
                     piece = elements(INT64, address + count * PIECE_FIELDS * 8)
                     piece[0], piece[1], piece[2] = sequence, first_row, num_rows
                     piece[3] = max(low, (first_split + split) * SPLIT) if splits > 1 else low

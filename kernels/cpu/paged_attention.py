@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention_piece import work
-from kernels.cpu.attention_plan import Job, lay_out, write_pieces
+from kernels.cpu.attention_plan import NOWHERE, Job, lay_out, write_pieces
 from kernels.cpu.jit import GOMP_PARALLEL, GRAIN, jit, parallel, reset
 from kernels.cpu.memory import KINDS
 from kernels.cpu.workspace import WORKSPACE
@@ -82,12 +82,12 @@ def paged_attention(
 def run(workspace: int, workspace_size: int, gomp: int, threads: int, *arguments: Any) -> int:
     """Do the job, or nothing where the workspace is too small. Returns the bytes of workspace it takes."""
     job = Job(*arguments)
-    num_pieces, partial_floats, elements = write_pieces(job, 0, False)
+    num_pieces, partial_floats, elements = write_pieces(job, NOWHERE)
     plan = lay_out(job, workspace, num_pieces, partial_floats, threads)
     needed = plan.end - workspace
     if needed > workspace_size:
         return needed
-    write_pieces(job, plan.pieces, True)
+    write_pieces(job, plan.pieces)
     reset(plan.next_turn)
     reset(plan.next_thread)
     for i in range(num_pieces * job.num_kv_heads):

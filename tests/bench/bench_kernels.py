@@ -1,14 +1,34 @@
 """Speed of the CPU kernels, as ratios measured in one run: `python -m tests.bench.bench_kernels`.
 
-All rivals of a case take turns, round by round, and each one's best round counts: what else runs on the
-machine then touches all alike. The caches are as large as a real pool's; each call takes the next layer, as
-a step does.
+How a case is measured, and why:
+
+- All rivals of a case take turns, round by round, in another order each round: what changes slowly (clock
+  rate, who else uses the memory) touches all alike, and none always finds the caches that the same one left.
+- A ratio is the median over rounds of the two times of one round. A best time would compare a lucky moment
+  of one rival with another moment of the other one.
+- A call in which a thread of this process had to wait for a core is made again (Linux says so: run delay in
+  /proc/self/task/*/schedstat), and does not count. Threads that share work are as fast as the last one, so
+  such a call takes a time slice of the scheduler, several milliseconds, whatever it computes. That waiting
+  alone decides, never how long a call took. Where too few rounds are left, all count, and the line says
+  "disturbed".
+- The caches are as large as a real pool's, and each call takes the next layer, as a step does: keys and
+  values come from memory, as they would.
+
+Rivals of decoding: the blocks gathered, then `scaled_dot_product_attention`, in three forms. Plain indexing
+by the block tables for the whole batch; a sequence at a time, which needs no equal lengths; and the best form
+known here, one `index_select` into the final layout, with the query group as rows of one head. Equal lengths
+spare the batched forms a mask. The sum over as many bytes only reads, in one stream.
 """
 
 import itertools
+import os
+import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,27 +37,83 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.backends import Ops, load
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS = 9, 3, 64, 16, 30
-SCALE = HEAD_DIM**-0.5
-ROUNDS = 60
+GROUP, SCALE = QUERY_HEADS // KV_HEADS, HEAD_DIM**-0.5
+ENOUGH, FEWEST = 200, 25  # rounds that are made, and that must be undisturbed for the others not to count
+LONGEST = 30.0  # seconds for one case
+TRIES = 4  # calls to get an undisturbed one
+WAIT = 0.02  # of a call's time: so much waiting for a core is no disturbance
+
+Rivals = dict[str, Callable[[], object]]
 
 
-def best_times(rivals: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each rival's best round."""
-    best = dict.fromkeys(rivals, float("inf"))
-    for number in range(rounds + 2):
-        for name, call in rivals.items():
-            start = time.perf_counter()
-            call()
-            if number >= 2:  # the first two warm up
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+class Call(NamedTuple):
+    """One measured call."""
+
+    seconds: float
+    quiet: bool  # no thread had to wait
+
+
+class Case:
+    """The times of rivals that took turns."""
+
+    def __init__(self, rivals: Rivals) -> None:
+        self.rounds: list[dict[str, Call]] = []
+        for call in [*rivals.values()] * 2:
+            call()  # compiles, starts threads
+        waiting = Waiting()
+        order = list(rivals.items())
+        end = time.perf_counter() + LONGEST
+        while len(self.rounds) < ENOUGH and time.perf_counter() < end:
+            random.shuffle(order)
+            self.rounds.append({name: measure(call, waiting) for name, call in order})
+
+    def seconds(self, name: str) -> float:
+        """Median time of a rival."""
+        return median(calls[name].seconds for calls in self.counted(name))
+
+    def ratio(self, name: str, base: str) -> float:
+        """Median over rounds of `name`'s time by `base`'s."""
+        return median(calls[name].seconds / calls[base].seconds for calls in self.counted(name, base))
+
+    def counted(self, *names: str) -> list[dict[str, Call]]:
+        """The rounds in which these rivals were undisturbed, or all."""
+        quiet = [calls for calls in self.rounds if all(calls[name].quiet for name in names)]
+        return quiet if len(quiet) >= FEWEST else self.rounds
+
+    def note(self, *names: str) -> str:
+        """How many rounds count for these rivals."""
+        counted = self.counted(*names)
+        quiet = all(calls[name].quiet for calls in counted for name in names)
+        return f"{len(counted)} rounds" if quiet else f"{len(counted)} disturbed rounds"
+
+
+def measure(call: Callable[[], object], waiting: "Waiting") -> Call:
+    """The first call in which no thread had to wait, or the last one tried."""
+    for _ in range(TRIES):
+        waited, start = waiting.seconds(), time.perf_counter()
+        call()
+        spent = time.perf_counter() - start
+        quiet = waiting.seconds() - waited <= WAIT * spent
+        if quiet:
+            break
+    return Call(spent, quiet)
+
+
+class Waiting:
+    """How long the threads of this process have waited for a core; 0 where the system cannot say."""
+
+    def __init__(self) -> None:
+        self.files = [os.open(file, os.O_RDONLY) for file in Path("/proc/self/task").glob("*/schedstat")]
+
+    def seconds(self) -> float:
+        return sum(int(os.pread(file, 100, 0).split()[1]) for file in self.files) / 1e9
 
 
 def make_pool(num_blocks: int) -> Tensor:
     return torch.randn(num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(torch.bfloat16)
 
 
-def decode(ops: Ops) -> dict[str, float]:
+def decode(ops: Ops) -> Case:
     """32 sequences of 256 tokens: against gather + dense attention, and a sum over as many bytes."""
     sequences, context = 32, 256
     blocks = sequences * context // BLOCK_SIZE
@@ -45,39 +121,58 @@ def decode(ops: Ops) -> dict[str, float]:
     tables = torch.randperm(blocks).view(sequences, -1).to(torch.int32)
     long_tables = tables.long()
     query = torch.randn(sequences, QUERY_HEADS, HEAD_DIM).to(torch.bfloat16)
+    rows = query.view(sequences, KV_HEADS, GROUP, HEAD_DIM)
     starts = torch.arange(sequences + 1, dtype=torch.int32)
     contexts = torch.full((sequences,), context, dtype=torch.int32)
-    read_bytes = sequences * context * 2 * KV_HEADS * HEAD_DIM * 2
-    plain = [torch.randn(read_bytes // 4) for _ in range(LAYERS)]
-    layers = itertools.cycle(range(LAYERS))
+    plain = [torch.randn(sequences * context * KV_HEADS * HEAD_DIM) for _ in range(LAYERS)]  # 2 · 2 = 4 bytes
+    pieces = pool.view(-1, BLOCK_SIZE * HEAD_DIM)  # a head of a block; of layer 0, in the final layout:
+    first_pieces = (
+        torch.arange(2)[:, None, None, None] * KV_HEADS
+        + torch.arange(KV_HEADS)[:, None]
+        + long_tables[:, None, :] * (LAYERS * 2 * KV_HEADS)
+    ).flatten()
 
-    def paged() -> Tensor:
-        layer = next(layers)
+    def paged(layer: int) -> Tensor:
         caches = pool[:, layer, 0], pool[:, layer, 1]
         return ops.paged_attention(query, *caches, tables, starts, contexts, scale=SCALE)
 
-    def gathered() -> Tensor:
-        layer = next(layers)
+    def indexed(layer: int) -> Tensor:
         keys, values = (
             pool[:, layer, part][long_tables].transpose(1, 2).reshape(sequences, KV_HEADS, context, HEAD_DIM)
             for part in (0, 1)
         )
         return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
-    assert torch.allclose(paged().float(), gathered_at(gathered, layers).float(), atol=0.02)
-    return best_times(
-        {"paged": paged, "gathered": gathered, "sum": lambda: plain[next(layers)].sum()}, ROUNDS
+    def one_by_one(layer: int) -> Tensor:
+        out = torch.empty_like(rows)
+        for sequence in range(sequences):
+            keys, values = (
+                pool[:, layer, part][long_tables[sequence]].transpose(0, 1).reshape(1, KV_HEADS, -1, HEAD_DIM)
+                for part in (0, 1)
+            )
+            out[sequence] = scaled_dot_product_attention(rows[sequence][None], keys, values)[0]
+        return out.view_as(query)
+
+    def selected(layer: int) -> Tensor:
+        gathered = pieces.index_select(0, first_pieces + layer * 2 * KV_HEADS)
+        keys, values = gathered.view(2, sequences, KV_HEADS, context, HEAD_DIM)
+        return scaled_dot_product_attention(rows, keys, values).reshape(query.shape)
+
+    for rival in (indexed, one_by_one, selected):
+        assert torch.allclose(paged(7).float(), rival(7).float(), atol=0.02)
+    layers = itertools.cycle(range(LAYERS))
+    return Case(
+        {
+            "paged": lambda: paged(next(layers)),
+            "indexed": lambda: indexed(next(layers)),
+            "one by one": lambda: one_by_one(next(layers)),
+            "selected": lambda: selected(next(layers)),
+            "sum": lambda: plain[next(layers)].sum(),
+        }
     )
 
 
-def gathered_at(gathered: Callable[[], Tensor], layers: "itertools.cycle[int]") -> Tensor:
-    """The rival's result for the layer that was just used: the cycle is turned once around."""
-    for _ in range(LAYERS - 1):
-        next(layers)
-    return gathered()
-
-
-def prefill(ops: Ops) -> dict[str, float]:
+def prefill(ops: Ops) -> Case:
     """512 new tokens on a cached prefix of 1,024: against dense attention on contiguous tensors."""
     new, context = 512, 1536
     pool = make_pool(context // BLOCK_SIZE)
@@ -99,16 +194,16 @@ def prefill(ops: Ops) -> dict[str, float]:
     def dense() -> Tensor:
         return scaled_dot_product_attention(rows, keys, values, attn_mask=visible, enable_gqa=True)
 
-    wide = {name: tensor.repeat_interleave(3, 1) for name, tensor in (("keys", keys), ("values", values))}
+    wide_keys, wide_values = keys.repeat_interleave(GROUP, 1), values.repeat_interleave(GROUP, 1)
 
     def dense_expanded() -> Tensor:
-        return scaled_dot_product_attention(rows, wide["keys"], wide["values"], attn_mask=visible)
+        return scaled_dot_product_attention(rows, wide_keys, wide_values, attn_mask=visible)
 
     assert torch.allclose(paged().float(), dense()[0].transpose(0, 1).float(), atol=0.02)
-    return best_times({"paged": paged, "dense": dense, "dense expanded": dense_expanded}, ROUNDS // 3)
+    return Case({"paged": paged, "dense": dense, "dense expanded": dense_expanded})
 
 
-def overhead(ops: Ops) -> dict[str, float]:
+def overhead(ops: Ops) -> Case:
     """One token through the ops that a layer calls: what a call costs beside its work."""
     pool = make_pool(2)
     caches = pool[:, 0, 0], pool[:, 0, 1]
@@ -119,31 +214,40 @@ def overhead(ops: Ops) -> dict[str, float]:
     position, cos_sin = torch.zeros(1, dtype=torch.int64), torch.ones(1, HEAD_DIM) * 0.5**0.5
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)
-    rivals: dict[str, Callable[[], object]] = {
-        "rms_norm": lambda: ops.rms_norm(row, weight, 1e-5, row),
-        "silu_mul": lambda: ops.silu_mul(gate_up),
-        "rotary_store_kv": lambda: ops.rotary_store_kv(query, key, key, *caches, position, cos_sin, position),
-        "paged_attention": lambda: ops.paged_attention(query, *caches, table, starts, one, scale=SCALE),
-    }
-    return best_times(rivals, 500)
+    return Case(
+        {
+            "rms_norm": lambda: ops.rms_norm(row, weight, 1e-5, row),
+            "silu_mul": lambda: ops.silu_mul(gate_up),
+            "rotary_store_kv": lambda: ops.rotary_store_kv(
+                query, key, key, *caches, position, cos_sin, position
+            ),
+            "paged_attention": lambda: ops.paged_attention(query, *caches, table, starts, one, scale=SCALE),
+        }
+    )
 
 
 def main() -> int:
     """Print the ratios; the exit status says whether all marks were reached."""
     ops = load("cpu")
-    times = decode(ops)
-    of_gathered, of_sum = times["gathered"] / times["paged"], times["sum"] / times["paged"]
+    case = decode(ops)
+    of_rivals = {name: case.ratio(name, "paged") for name in ("indexed", "one by one", "selected")}
+    of_sum = case.ratio("sum", "paged")
     print(f"threads {torch.get_num_threads()}")
-    print(f"decode, 32 × 256 tokens: {times['paged'] * 1e6:.0f} µs")
-    print(f"  {of_gathered:.1f} times as fast as gather + dense attention (mark: 6)")
-    print(f"  {of_sum:.2f} of the speed of a threaded sum over as many bytes (mark: 0.5)")
-    times = prefill(ops)
-    of_dense = min(times["dense"], times["dense expanded"]) / times["paged"]
-    print(f"prefill, 512 on 1,024 tokens: {times['paged'] * 1e3:.2f} ms")
-    print(f"  {of_dense:.2f} times as fast as dense attention on contiguous tensors (mark: 1)")
-    for name, seconds in overhead(ops).items():
-        print(f"{name} of one token: {seconds * 1e6:.1f} µs")
-    return 0 if of_gathered >= 6 and of_sum >= 0.5 and of_dense >= 1 else 1
+    print(f"decode, 32 × 256 tokens: {case.seconds('paged') * 1e6:.0f} µs ({case.note('paged')})")
+    print("  times as fast as gather + dense attention (mark: 6):")
+    for name, ratio in of_rivals.items():
+        print(f"    {ratio:.1f} {name}, {case.seconds(name) * 1e6:.0f} µs ({case.note(name, 'paged')})")
+    note = case.note("sum", "paged")
+    print(f"  {of_sum:.2f} of the speed of a threaded sum over as many bytes (mark: 0.5; {note})")
+    case = prefill(ops)
+    of_dense, name = min((case.ratio(name, "paged"), name) for name in ("dense", "dense expanded"))
+    print(f"prefill, 512 on 1,024 tokens: {case.seconds('paged') * 1e3:.2f} ms ({case.note('paged')})")
+    note = case.note(name, "paged")
+    print(f"  {of_dense:.2f} times as fast as dense attention on contiguous tensors (mark: 1; {note})")
+    case = overhead(ops)
+    for name in case.rounds[0]:
+        print(f"{name} of one token: {case.seconds(name) * 1e6:.1f} µs")
+    return 0 if min(of_rivals.values()) >= 6 and of_sum >= 0.5 and of_dense >= 1 else 1
 
 
 if __name__ == "__main__":
