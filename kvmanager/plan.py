@@ -43,7 +43,8 @@ def answer(
     victims = [] if ahead else [active.request for active in decision.victims]
     size, sampling = pool.block_size, request.submit.sampling
     most = admission.blocks_needed(len(request.prompt), sampling.max_tokens, query.num_choices, size)
-    awaited = state.in_flight.producers[decision.awaited].request_id if decision.awaited else ""
+    waits = outcome == "wait_for_prefix"
+    awaited = state.in_flight.producers[decision.awaited].request_id if waits else ""
     seen = tenant_bytes(query.tenant)
     plan_answer = PlanAnswer(
         query.query_id,

@@ -22,6 +22,7 @@ class TierWorld(World):
         self.num_slots = num_slots
         self.slots: dict[int, Slot] = {}
         self.copies: list[tuple[Copy, bool]] = []  # under way; whether it is a promotion
+        self.knowledge: dict[int, tuple[str, tuple[int, ...]]] = {}  # slot that is written → of what
         self.finishing = False
         super().__init__(num_blocks, Policy(6, 0.05, 1e9, 100.0, resume))
 
@@ -53,6 +54,9 @@ class TierWorld(World):
 
     def carry_out(self, effects: Effects) -> None:
         super().carry_out(effects)
+        for slot in effects.erasures:
+            self.slots.pop(slot, None)
+        self.knowledge.update((copy.slot, self.content[copy.block]) for copy in effects.demotions)
         for copy in effects.promotions:
             self.content.pop(copy.block, None)
         self.copies += [(copy, False) for copy in effects.demotions]
@@ -65,7 +69,7 @@ class TierWorld(World):
         return delivered
 
     def copied_down(self, copy: Copy) -> Slot:
-        return copy.content, self.cells[copy.block][:], self.content[copy.block]
+        return copy.content, self.cells[copy.block][:], self.knowledge[copy.slot]
 
     def end_copy(self, index: int, good: bool) -> None:
         copy, promotion = self.copies.pop(index % len(self.copies))
@@ -81,6 +85,7 @@ class TierWorld(World):
         else:
             self.cells[copy.block][:] = ["torn"] * BLOCK_SIZE
         self.carry_out(self.core.copied(self.tick(), copy, promotion, good, 0.001))
+        self.forget()
 
     def check(self) -> None:
         super().check()

@@ -8,6 +8,7 @@ from typing import Any
 from kvmanager import records
 from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
+from kvmanager.event_log import EventLog
 from kvmanager.invariants import audit
 from kvmanager.pins import SavedPin
 from kvmanager.protocol import Directives, Start, StepReport, Submit, Welcome
@@ -22,6 +23,8 @@ from tests.kvmanager.fake_clients import (
     FakeSequence,
     Process,
 )
+
+RING = 64  # events that a manager remembers here
 
 
 class World:
@@ -41,8 +44,9 @@ class World:
         ] = {}  # sealed block → salt and all tokens up to its end
         self.unsent: dict[str, list[tuple[int, tuple[str, tuple[int, ...]]]]] = {}
         self.salts: dict[tuple[str, str], tuple[str, bool]] = {}
+        self.commanded = False  # Evict or Clear was said
         self.saved_pins: list[SavedPin] = []
-        pool = BlockPool(num_blocks, LAYOUT)
+        pool = BlockPool(num_blocks, LAYOUT, EventLog(RING))
         self.records = [records.pack(pool.record(block), BLOCK_SIZE) for block in range(num_blocks)]
         self.boot(pool, (), ())
 
@@ -71,7 +75,8 @@ class World:
     def restart(self) -> None:
         """The manager dies and starts again on its records; the others notice when they next send."""
         read = [records.unpack(record, BLOCK_SIZE) for record in self.records]
-        self.boot(*restore_pool(LAYOUT, read, tuple(self.processes)), tuple(self.processes))
+        survivors = tuple(self.processes)
+        self.boot(*restore_pool(LAYOUT, read, survivors, EventLog(RING)), survivors)
         self.core.restore_pins(self.now, self.saved_pins)
         self.carry_out(self.core.tick(self.tick()))
 
@@ -96,7 +101,8 @@ class World:
         if boot_id != self.core.state.boot_id or client_id not in self.core.state.clients:
             return False
         if isinstance(message, Submit):
-            self.salts[(process.name, message.request_id)] = (message.cache_salt, message.read_cache)
+            salt = message.tenant + message.cache_salt
+            self.salts[(process.name, message.request_id)] = (salt, message.read_cache)
         effects = self.core.handle(self.tick(), client_id, message)
         if isinstance(message, StepReport):
             assert not effects.ended, self.faults
@@ -107,6 +113,7 @@ class World:
     def carry_out(self, effects: Effects) -> None:
         pool = self.core.state.pool
         assert pool is not None
+        self.forget()
         for block in effects.records:
             self.records[block] = records.pack(pool.record(block), BLOCK_SIZE)
         if effects.pins is not None:
@@ -122,6 +129,14 @@ class World:
             for process in self.processes.values():
                 if process.session == session:
                     process.inbox.append(message)
+
+    def forget(self) -> None:
+        """What a command has forgotten, or lets nobody find."""
+        pool = self.core.state.pool
+        assert pool is not None
+        for block in list(self.content) if pool.unfound or self.commanded else ():
+            if not pool.block_hash[block] or block in pool.unfound:
+                del self.content[block]
 
     def frontend(self, name: str) -> FakeFrontend:
         found = self.everyone[name]
@@ -185,7 +200,8 @@ class World:
         end = (hits + 1) * BLOCK_SIZE
         for active in self.core.state.actives():
             earlier = active.start_id < start.start_id and active.state is StartState.RUNNING
-            same_salt = active.request.submit.cache_salt == salt
+            submit = active.request.submit
+            same_salt = submit.tenant + submit.cache_salt == salt
             for sequence in active.sequences.values() if earlier and same_salt and end <= len(tokens) else ():
                 if sequence.num_settled > hits:
                     continue
@@ -209,7 +225,7 @@ class World:
             assert records.unpack(self.records[block], BLOCK_SIZE) == pool.record(block), (
                 f"record of block {block}"
             )
-            if pool.block_hash[block]:
+            if pool.block_hash[block] and block not in pool.unfound:
                 assert block in self.content, f"block {block} is findable and the model does not know it"
                 prefix = self.content[block][1]
                 first = (len(prefix) - 1) // BLOCK_SIZE * BLOCK_SIZE
