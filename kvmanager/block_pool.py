@@ -58,7 +58,6 @@ class BlockPool:
         "cached",
         "changed",
         "children",
-        "counts",
         "evictions",
         "free",
         "generation",
@@ -69,6 +68,8 @@ class BlockPool:
         "log",
         "may_evict",
         "num_blocks",
+        "num_quarantined",
+        "num_sealed",
         "of_salt",
         "owner_tag",
         "parent_hash",
@@ -108,7 +109,8 @@ class BlockPool:
         """Sealed blocks that are to be found no more: they are free as soon as nobody holds them."""
         self.log = log or EventLog()
         self.ledger = Ledger(num_blocks)
-        self.counts = [num_blocks, 0, 0, 0, 0]
+        self.num_sealed = 0
+        self.num_quarantined = 0
         self.changed: set[int] = set()
         self.may_evict = True
         """False while processes of an earlier start may still read blocks that only look unused."""
@@ -119,7 +121,14 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that can be granted now."""
-        return self.counts[FREE] + (self.counts[CACHED] if self.may_evict else 0)
+        return len(self.free) + (len(self.backed) + len(self.cached) if self.may_evict else 0)
+
+    @property
+    def counts(self) -> list[int]:
+        """Blocks by state."""
+        free, cached = len(self.free), len(self.backed) + len(self.cached)
+        reserved = self.num_blocks - free - self.num_sealed - cached - self.num_quarantined
+        return [free, reserved, self.num_sealed, cached, self.num_quarantined]
 
     def ref(self, block: int) -> BlockRef:
         return (block, self.generation[block])
@@ -136,16 +145,14 @@ class BlockPool:
 
     def grant_all(self, count: int, holder: Holder) -> list[int]:
         """So many such blocks: what concerns many at once is done at once, as time counts here."""
-        free, generation, owner_tag, state = self.free, self.generation, self.owner_tag, self.state
-        num_free = min(count, self.counts[FREE])
-        blocks = [free.pop() for _ in range(num_free)]
-        blocks += [self._evict() for _ in range(count - num_free)]
+        generation, owner_tag, state = self.generation, self.owner_tag, self.state
+        blocks = self.free.pop_all(min(count, len(self.free)))
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
         for block in blocks:
             generation[block] += 1
             owner_tag[block] = holder.owner_tag
             state[block] = RESERVED
-        self.counts[FREE] -= num_free
-        self.counts[RESERVED] += count
         self.ledger.add_first(blocks, holder)
         self.changed.update(blocks)
         return blocks
@@ -165,8 +172,7 @@ class BlockPool:
         self.salt[block] = salt
         self.sealed_at[block] = now
         self.state[block] = SEALED
-        self.counts[RESERVED] -= 1
-        self.counts[SEALED] += 1
+        self.num_sealed += 1
         self._publish(block, digest, parent_hash, tokens, salt)
         key = parent_hash + salt
         if self.children.only.setdefault(key, block) != block:
@@ -193,7 +199,8 @@ class BlockPool:
         """One more holder of a block that is in use or cached."""
         if self.state[block] == CACHED:
             (self.backed if block in self.backed else self.cached).remove(block)
-            self._move(block, SEALED)
+            self.state[block] = SEALED
+            self.num_sealed += 1
         assert self.state[block] != FREE, f"block {block} is free: grant it"
         self.ledger.add(block, holder)
 
@@ -215,19 +222,18 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
         """The same for each of them, in this order."""
-        state, num_cached = self.state, 0
+        state, kept = self.state, []
         for block in self.ledger.remove_all(blocks, holder):
             if state[block] != SEALED or block in self.unfound:
                 self._free(block)
                 continue
             state[block] = CACHED
-            num_cached += 1
+            self.num_sealed -= 1
             if len(self.tokens[block]) < self.block_bytes and self._is_covered(block):
                 self.cached.prepend(block)
             else:
-                self.cached.append(block)
-        self.counts[SEALED] -= num_cached
-        self.counts[CACHED] += num_cached
+                kept.append(block)
+        self.cached.extend(kept)
 
     def evictable(self) -> Iterator[int]:
         """Cached blocks in the order in which they are evicted if nothing else happens."""
@@ -253,7 +259,8 @@ class BlockPool:
         digest = block_hash(parent_hash, tokens, salt)
         self.block_hash[block], self.parent_hash[block] = digest, parent_hash
         self.tokens[block], self.salt[block], self.sealed_at[block] = tokens, salt, now
-        self._move(block, SEALED)
+        self.state[block] = SEALED
+        self.num_sealed += 1
         self.unfound.add(block)
         self.changed.add(block)
         return digest
@@ -261,7 +268,8 @@ class BlockPool:
     def quarantine(self, block: int) -> None:
         """Its writer was told to stop but may not have: it stays out of use until its holder releases it."""
         assert self.state[block] == RESERVED
-        self._move(block, QUARANTINED)
+        self.state[block] = QUARANTINED
+        self.num_quarantined += 1
 
     def restore(self, block: int, record: BlockRecord) -> None:
         """At start: take a sealed block over from its record as cached; it must still be new."""
@@ -273,7 +281,7 @@ class BlockPool:
         self.tokens[block] = record.tokens
         self.salt[block] = record.salt
         self.sealed_at[block] = record.sealed_at
-        self._move(block, CACHED)
+        self.state[block] = CACHED
         self._publish(block, record.block_hash, record.parent_hash, record.tokens, record.salt)
         self.children.add(record.parent_hash + record.salt, block)
         self.cached.append(block)
@@ -282,7 +290,8 @@ class BlockPool:
         """At start: a block that a process of an earlier start may still write; it must still be new."""
         self.free.remove(block)
         self.owner_tag[block] = holder.owner_tag
-        self._move(block, QUARANTINED)
+        self.state[block] = QUARANTINED
+        self.num_quarantined += 1
         self.ledger.add(block, holder)
 
     def record(self, block: int) -> BlockRecord:
@@ -309,20 +318,23 @@ class BlockPool:
         """Blocks by state."""
         return PoolStats(self.num_blocks, self.block_size, *self.counts)
 
-    def _evict(self) -> int:
-        """Forget the content of the block that is next, which is no longer counted then."""
+    def _evict(self, count: int) -> list[int]:
+        """Forget the content of the blocks that are next, which are no longer counted then."""
         assert self.may_evict, "no block may be evicted now"
-        block = (self.backed or self.cached).pop()
-        self.counts[CACHED] -= 1
-        self.evictions += 1
-        self._unpublish(block)
-        self.block_hash[block], self.tokens[block] = NO_HASH, b""
-        return block
+        blocks = self.backed.pop_all(min(count, len(self.backed)))
+        blocks += self.cached.pop_all(count - len(blocks))
+        for block in blocks:
+            self._unpublish(block)
+            self.block_hash[block], self.tokens[block] = NO_HASH, b""
+        self.evictions += count
+        return blocks
 
     def _free(self, block: int) -> None:
         self.block_hash[block], self.tokens[block] = NO_HASH, b""
         self.unfound.discard(block)
-        self._move(block, FREE)
+        self.num_sealed -= self.state[block] == SEALED
+        self.num_quarantined -= self.state[block] == QUARANTINED
+        self.state[block] = FREE
         self.owner_tag[block] = NO_OWNER
         self.free.append(block)
         self.changed.add(block)
@@ -353,9 +365,3 @@ class BlockPool:
 
     def _is_covered(self, block: int) -> bool:
         return self.children.is_covered(self.parent_hash[block] + self.salt[block], block)
-
-    def _move(self, block: int, state: int) -> None:
-        counts = self.counts
-        counts[self.state[block]] -= 1
-        counts[state] += 1
-        self.state[block] = state

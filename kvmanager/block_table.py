@@ -101,17 +101,15 @@ class Sequence(Holder):
     def seal(self, pool: BlockPool, now: float) -> None:
         """The runner has written the KV of the tokens up to `num_computed`: seal the blocks that are full."""
         self.advanced_at = now
-        size, known = pool.block_size, self.announced
-        unfound = pool.unfound
+        size, known, unfound = pool.block_size, self.announced, pool.unfound
         for index in range(self.num_sealed, self.num_computed // size):
-            tokens = self.tokens[index * size : (index + 1) * size].tobytes()
+            block, tokens = self.table[index], self.tokens[index * size : (index + 1) * size].tobytes()
             if unfound and index and self.table[index - 1] in unfound:
-                block = self.table[index]
                 self.last_hash = pool.seal_unfound(block, self.last_hash, tokens, self.salt, now)
             else:
                 digest = known[index] if index < len(known) else b""
-                self.last_hash = pool.seal(self.table[index], self.last_hash, tokens, self.salt, now, digest)
-            self.num_sealed += 1
+                self.last_hash = pool.seal(block, self.last_hash, tokens, self.salt, now, digest)
+            self.num_sealed = index + 1
 
     def fork(self, choice: int) -> "Sequence":
         """A sequence with the same table and the same tokens, as far as they were reported. To be followed by

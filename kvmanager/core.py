@@ -154,6 +154,7 @@ class Core:
         state.admission_due |= state.waiting.first is not None
         if state.pool is not None:
             state.pins.expire(state.pool, now)
+            state.pool.log.trim()
         for producer in state.in_flight.awaited_producers():
             if now - producer.advanced_at >= state.policy.prefix_wait and state.in_flight.withdraw(producer):
                 state.admission_due = True

@@ -107,8 +107,6 @@ class EventLog:
             self.cause,
             self.asker,
         )
-        if len(self._removals) == self.size:
-            self._removals, self._older_removals = {}, self._removals
         self._removals[block_hash] = number
 
     def cleared(self) -> None:
@@ -127,6 +125,11 @@ class EventLog:
             self.cause,
             NOBODY,
         )
+
+    def trim(self) -> None:
+        """Forget removals that the ring has forgotten; to be called now and then."""
+        if len(self._removals) >= self.size:
+            self._removals, self._older_removals = {}, self._removals
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""

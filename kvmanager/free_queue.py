@@ -4,7 +4,7 @@ A linked list over block ids in two arrays, with one more entry as its head. The
 are free, and cached blocks in the order in which they will be evicted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _ABSENT = -1
 
@@ -41,13 +41,19 @@ class FreeQueue:
 
     def append(self, block: int) -> None:
         """Add `block` as the last; it must not be in the queue."""
-        assert self._next[block] == _ABSENT, f"block {block} is already in the queue"
-        last = self._previous[self._head]
-        self._next[last] = block
-        self._previous[block] = last
-        self._next[block] = self._head
-        self._previous[self._head] = block
-        self._length += 1
+        self.extend((block,))
+
+    def extend(self, blocks: Sequence[int]) -> None:
+        """Add these in their order, the last of them as the last; none may be in the queue."""
+        following, preceding, last = self._next, self._previous, self._previous[self._head]
+        for block in blocks:
+            assert following[block] == _ABSENT, f"block {block} is already in the queue"
+            following[last] = block
+            preceding[block] = last
+            following[block] = self._head
+            last = block
+        preceding[self._head] = last
+        self._length += len(blocks)
 
     def prepend(self, block: int) -> None:
         """Add `block` as the first; it must not be in the queue."""
@@ -71,12 +77,19 @@ class FreeQueue:
 
     def pop(self) -> int:
         """Take out the first; the queue must not be empty."""
-        head = self._head
-        block = self._next[head]
-        assert block != head, "the queue is empty"
-        following = self._next[block]
-        self._next[head] = following
-        self._previous[following] = head
-        self._next[block] = self._previous[block] = _ABSENT
-        self._length -= 1
-        return block
+        return self.pop_all(1)[0]
+
+    def pop_all(self, count: int) -> list[int]:
+        """Take out the first so many, in order; the queue must have them."""
+        assert count <= self._length, "the queue is empty"
+        following, preceding, popped = self._next, self._previous, []
+        block = following[self._head]
+        for _ in range(count):
+            popped.append(block)
+            after = following[block]
+            following[block] = preceding[block] = _ABSENT
+            block = after
+        following[self._head] = block
+        preceding[block] = self._head
+        self._length -= count
+        return popped

@@ -158,7 +158,8 @@ def apply(
     for _ in report.sources_read:
         next(sequences).copied(pool)
     for progress, sequence in zip(report.progress, sequences, strict=False):
-        measure(state, active[progress.start_id], sequence, now)
+        if active[progress.start_id].started_at is not None:
+            measure(state, active[progress.start_id], sequence, now)
         sequence.seal(pool, now)
         if sequence.num_settled < len(sequence.announced) and state.in_flight.settle(sequence):
             state.admission_due = True

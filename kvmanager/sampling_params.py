@@ -1,7 +1,8 @@
 """How a request's tokens are chosen: parts of `kvmanager.protocol`, from where they are to be imported."""
 
 import math
-from typing import Literal
+from operator import attrgetter
+from typing import Final, Literal
 
 import msgspec
 
@@ -47,24 +48,29 @@ class SamplingParams(Message, frozen=True):
     beam: BeamParams | None = None
 
 
+RANGES: Final[tuple[tuple[str, float, float], ...]] = (
+    ("seed", 0, MAX_SEED),
+    ("temperature", 0.0, math.inf),
+    ("top_k", 0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, math.inf),
+    ("presence_penalty", -math.inf, math.inf),
+    ("frequency_penalty", -math.inf, math.inf),
+    ("min_tokens", 0, math.inf),
+)
+_ranged = attrgetter(*(name for name, _, _ in RANGES))
+
+
 def find_sampling_fault(params: SamplingParams, vocab_size: int = MAX_VOCABULARY) -> str:
     """What no sampler can work with, or an empty string; token ids must be below `vocab_size`."""
-    numbers: tuple[tuple[str, float, float, float], ...] = (
-        ("seed", params.seed, 0, MAX_SEED),
-        ("temperature", params.temperature, 0.0, math.inf),
-        ("top_k", params.top_k, 0, math.inf),
-        ("top_p", params.top_p, 0.0, 1.0),
-        ("min_p", params.min_p, 0.0, 1.0),
-        ("repetition_penalty", params.repetition_penalty, MIN_REPETITION_PENALTY, math.inf),
-        ("presence_penalty", params.presence_penalty, -math.inf, math.inf),
-        ("frequency_penalty", params.frequency_penalty, -math.inf, math.inf),
-        ("min_tokens", params.min_tokens, 0, math.inf),
-        ("logprobs", params.logprobs or 0, 0, min(MAX_ALTERNATIVES, vocab_size)),
-        ("prompt_logprobs", params.prompt_logprobs or 0, 0, min(MAX_ALTERNATIVES, vocab_size)),
-    )
-    for name, value, low, high in numbers:
+    for (name, low, high), value in zip(RANGES, _ranged(params), strict=True):
         if not (low <= value <= high and math.isfinite(value)):
             return f"{name} is {value}, want a number from {low} to {high}"
+    most = min(MAX_ALTERNATIVES, vocab_size)
+    for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if number is not None and not 0 <= number <= most:
+            return f"{name} is {number}, want a number from 0 to {most}"
     if not all(map(math.isfinite, params.logit_bias.values())):
         return "a logit_bias is not a finite number"
     if params.beam is not None and not math.isfinite(params.beam.length_penalty):

@@ -13,7 +13,7 @@ after `MAX_WAIT` without them. A block is found only after its copy's checksum w
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvmanager.block_pool import FREE, NO_OWNER, BlockPool
+from kvmanager.block_pool import NO_OWNER, BlockPool
 from kvmanager.event_log import NOBODY, Asker
 from kvmanager.ledger import Holder
 from kvmanager.requests import Request
@@ -80,7 +80,7 @@ class Tiering:
         """Begin as many copies as are wanted and possible."""
         tier, wanted, scarce = self.tier, pool.num_blocks // 2, pool.num_blocks // 8
         while pool.cached and pool.available > scarce:
-            if pool.counts[FREE] + len(pool.backed) + len(tier.demoting) >= wanted:
+            if len(pool.free) + len(pool.backed) + len(tier.demoting) >= wanted:
                 return
             block = pool.cached.first
             if not pool.is_partial(block) and pool.block_hash[block] not in tier:

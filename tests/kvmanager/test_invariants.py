@@ -35,7 +35,7 @@ def swap_queue(scene: Scene) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Scene], object], str]] = {
-    "counts": (lambda s: s.pool.counts.__setitem__(FREE, 99), "are counted"),
+    "counts": (lambda s: setattr(s.pool, "num_sealed", 99), "are counted"),
     "queues": (lambda s: s.pool.cached.remove(0), "wrong queue"),
     "held though free": (lambda s: s.pool.ledger.add(7, running(s)), "with 1 references"),
     "not in the index": (lambda s: s.pool.index.remove(s.pool.block_hash[0], 0), "the index says otherwise"),
