@@ -42,7 +42,10 @@ def ask(number: int) -> dict[str, Any]:
 
 
 class Follower:
-    """One client: runs resumable streams, one after the other, until `stop`; `faults` says what was wrong."""
+    """One client: runs resumable streams, one after the other, until `stop`; `faults` says what was wrong.
+
+    Times are in seconds of the monotonic clock.
+    """
 
     def __init__(self, server: Server, number: int, undisturbed: list[str]) -> None:
         self._server = server
@@ -52,6 +55,7 @@ class Follower:
         self.complete = 0
         self.reconnects = 0
         self.longest = 0.0  # seconds without an event
+        self.at = 0.0  # when the last one came
         self.faults: list[str] = []
         self.thread = threading.Thread(target=self._run, name=f"stream-{number}")
 
@@ -69,9 +73,9 @@ class Follower:
     def _stream(self, number: int) -> str:
         """The whole text of one stream, over however many connections."""
         texts: list[str] = []
-        self._id, self._last, self._at = "", 0, time.monotonic()
+        self._id, self._last, self.at = "", 0, time.monotonic()
         while not self._connect(number, texts):
-            assert time.monotonic() - self._at < GIVE_UP, f"no event for {GIVE_UP} s after {texts}"
+            assert time.monotonic() - self.at < GIVE_UP, f"no event for {GIVE_UP} s after {texts}"
             self.reconnects += 1
             threading.Event().wait(PAUSE)
         return "".join(texts)
@@ -105,7 +109,7 @@ class Follower:
                 if number:
                     assert number == self._last + 1, f"event {number} after {self._last}"
                     now = time.monotonic()
-                    self.longest, self._at = max(self.longest, now - self._at), now
+                    self.longest, self.at = max(self.longest, now - self.at), now
                     self._last = number
                 if line == "data: [DONE]":
                     return bool(number)
