@@ -3,8 +3,11 @@
 from random import Random
 
 import msgspec
+import zmq
 
+from kvmanager.client import manager_endpoint
 from kvmanager.protocol import (
+    MAX_FRAME_BYTES,
     BeamParams,
     Cancel,
     Choice,
@@ -22,6 +25,8 @@ from kvmanager.protocol import (
 )
 from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.scene import Scene
+from tests.kvmanager.test_server import DEADLINE, Daemon, stats_when
+from tests.kvmanager.test_server import daemon as daemon
 from tests.noise import confused, deep, torn
 
 FROM_FRONTENDS = [
@@ -92,3 +97,23 @@ def test_a_runner_that_reports_odd_things_is_fenced_and_no_block_is_lost() -> No
         scene.send(runner, message)
         scene.take(scene.core.process_died(scene.now, f"r{number}"))
     assert scene.pool.statistics().reserved == scene.pool.statistics().quarantined == 0
+
+
+def test_noise_and_a_giant_on_the_real_socket_are_dropped_and_counted(daemon: Daemon) -> None:
+    random = Random(7)
+    with daemon.runner(), daemon.frontend() as frontend, zmq.Context() as context:
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.connect(manager_endpoint(daemon.directory))
+        messages = FROM_FRONTENDS + FROM_RUNNERS
+        noise = [*confused(messages, random, 100), *torn(messages, random, 100), deep(100_000)]
+        for body in noise:
+            stranger.send_multipart([b"", body])
+        stranger.send_multipart([b""] * 50)
+        stats_when(frontend, lambda stats: stats.dropped_messages == len(noise) + 1)
+        stranger.send_multipart([b"", bytes(MAX_FRAME_BYTES + 1)])  # this connection ends with it
+        stranger.send_multipart([b"unknown", b""])
+        assert stranger.poll(int(DEADLINE * 1000)), "the stranger's next connection is served"
+        assert stats_when(frontend, lambda stats: True).dropped_messages == len(noise) + 1
+        assert len(stats_when(frontend, lambda stats: True).runners) == 1
+        stranger.close()
