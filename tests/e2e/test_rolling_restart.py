@@ -20,7 +20,7 @@ def restart(server: Server, kind: str) -> None:
 
 
 def test_a_rolling_restart_loses_nothing() -> None:
-    with Server(frontends=2, drain_seconds=120) as server, Streams(server, max_tokens=100) as streams:
+    with Server(frontends=2, drain_seconds=120) as server, Streams(server, max_tokens=80) as streams:
         restart(server, "gpu_runner")
         assert streams.running == 4
         assert server.metrics()["pagekeeper_resubmitted_requests_total"] == 0  # handed over, not lost

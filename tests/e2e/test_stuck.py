@@ -15,8 +15,8 @@ def used_blocks(server: Server) -> float:
 
 def test_a_stopped_runner_is_waited_for_and_then_replaced() -> None:
     with (
-        Server(stuck_seconds=2, kill_stuck_seconds=15, healthy_seconds=1) as server,
-        Streams(server, max_tokens=100) as streams,
+        Server(stuck_seconds=1, kill_stuck_seconds=8, healthy_seconds=1) as server,
+        Streams(server, max_tokens=60) as streams,
     ):
         (runner,) = server.children("gpu_runner")
         os.kill(runner, signal.SIGSTOP)
@@ -30,4 +30,4 @@ def test_a_stopped_runner_is_waited_for_and_then_replaced() -> None:
         wait_until(lambda: server.children("gpu_runner") not in ([], [runner]), "another runner", 60)
         streams.check()
         wait_until(lambda: used_blocks(server) == 0, "no block leaked")
-    assert any("has made no progress for 15 s: killed" in line for line in server.output)
+    assert any("has made no progress for 8 s: killed" in line for line in server.output)
