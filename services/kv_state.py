@@ -74,16 +74,14 @@ class StateRoutes:
     async def stats(self, request: Request) -> Response:
         tenant = observer(request, self._config).tenant
         Parameters(request, ())
-        stats, pins, page, holders = await asyncio.gather(
+        stats, pins, page = await asyncio.gather(
             ask(self._backend, StatsQuery, Stats),
             ask(self._backend, lambda number: PinsQuery(number, tenant), PinsAnswer),
             ask(self._backend, lambda number: BlocksQuery(number, 0, 1, tenant=tenant), BlocksPage),
-            ask(self._backend, lambda number: HoldersQuery(number, tenant), HoldersAnswer),
         )
         if tenant:
             return reply(tenants_stats(stats, pins, page, await self._all_requests(tenant)))
-        stuck = {process.client_id for process in holders.processes if process.stuck}
-        return reply(all_stats(stats, pins, page, stuck))
+        return reply(all_stats(stats, pins, page, self._config.stuck_seconds))
 
     async def requests(self, request: Request) -> Response:
         tenant = observer(request, self._config).tenant
@@ -183,8 +181,8 @@ class StateRoutes:
         return found
 
 
-def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck: set[int]) -> answers.StatsAnswer:
-    """For an admin. `stuck`: client ids of runners."""
+def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck_seconds: float) -> answers.StatsAnswer:
+    """For an admin. A runner that is silent for longer than `stuck_seconds` counts as stuck."""
     queries, hits, pool = stats.prefix_cache_queries, stats.prefix_cache_hits, stats.pool
     used = (pool.reserved + pool.sealed) * pool.block_size
     card = pool_card(stats, page)
@@ -208,7 +206,7 @@ def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck: set[int])
             stats.tier.promotions,
             stats.tier.failures,
         ),
-        runners=[runner_card(runner, runner.client_id in stuck) for runner in stats.runners],
+        runners=[runner_card(runner, stuck_seconds) for runner in stats.runners],
         dropped_messages=stats.dropped_messages,
     )
 
@@ -245,13 +243,13 @@ def pool_card(stats: Stats, page: BlocksPage) -> answers.PoolCard:
     )
 
 
-def runner_card(runner: RunnerStats, stuck: bool) -> answers.RunnerCard:
+def runner_card(runner: RunnerStats, stuck_seconds: float) -> answers.RunnerCard:
     return answers.RunnerCard(
         runner.name,
         runner.client_id,
         runner.ready,
         runner.draining,
-        stuck,
+        runner.last_report_age > stuck_seconds,
         runner.running,
         runner.credits,
         round(runner.last_report_age, 3),

@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvmanager.protocol import Evict, HolderInfo, PlanQuery
+from kvmanager.protocol import Evict, HolderInfo, PlanQuery, RunnerStats
 from services.auth import tenant_of
+from services.kv_state import runner_card
 from tests.services.fake_cache import BLOCK_BYTES, FakeCache, request
 from tests.services.fake_stack import Stack, says, served_model
 
@@ -85,7 +86,9 @@ def test_stats_for_an_admin_and_for_a_tenant(stack: Stack) -> None:
     assert answer["cache"]["hit_rate"] == 0.4
     assert answer["pins"] == {"blocks": 0, "budget_blocks": 25}
     (runner,) = answer["runners"]
-    assert (runner["name"], runner["stuck"]) == ("runner-0", True)
+    assert (runner["name"], runner["stuck"]) == ("runner-0", False)
+    silent = RunnerStats("runner-1", 3, True, False, 1, 2, last_report_age=11.0)
+    assert [runner_card(silent, seconds).stuck for seconds in (10.0, 12.0)] == [True, False]
     own = ask(stack, "stats", "acme")
     assert own["requests"] == {"running": 2, "waiting": 1}
     assert set(own) == {"boot_id", "sequence", "pool", "requests", "pins"}
