@@ -239,7 +239,7 @@ function parentOf(rows, at) {
   return null;
 }
 
-/** How much of their beginning siblings share and need not show: blocks end anywhere, not where texts part. */
+/** How much of their beginning siblings share and need not show: a block ends anywhere in a text. */
 function sharedStart(texts) {
   if (texts.length < 2) return 0;
   const shared = texts.reduce((least, text) => Math.min(least, commonStart(texts[0], text)), texts[0].length);
