@@ -120,6 +120,7 @@ class Follower:
         contents = collection.contents
         for start in range(0, max(1, len(contents)), CHUNK):
             yield snapshot_part(collection, start, last=start + CHUNK >= len(contents))
+            await asyncio.sleep(0)  # sending does not wait while there is room
         self.at = collection.at
 
 

@@ -77,7 +77,9 @@ class PinsRoute:
         """Raises ApiError: no answer, or what the manager refused."""
         answer = await ask(self._context.backend, message, PinsAnswer)
         if answer.code:
-            raise from_pagekeeper(PagekeeperError(answer.code, answer.message, RETRY_AFTER))
+            refused = from_pagekeeper(PagekeeperError(answer.code, answer.message, RETRY_AFTER))
+            refused.param = {"not_found": "name", "not_cached": "prompt"}.get(answer.code)
+            raise refused
         return answer
 
 

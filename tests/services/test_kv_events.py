@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,7 +12,8 @@ import pytest
 
 from services import kv_events
 from services.auth import tenant_of
-from services.kv_events import MAX_FOLLOWERS
+from services.kv_collect import FRESH, Collector
+from services.kv_events import MAX_FOLLOWERS, Follower
 from tests.services.fake_cache import FakeCache
 from tests.services.fake_stack import Stack, wait_until
 
@@ -205,3 +207,32 @@ def test_followers_are_limited_and_a_head_is_no_stream(stack: Stack, monkeypatch
     assert MAX_FOLLOWERS > 1
     wrong = httpx.get(url, headers={**headers, "last-event-id": "x"}, timeout=20)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+def test_others_get_on_between_the_parts_of_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "CHUNK", 1)
+    cache, turns = FakeCache(), 0
+    cache.store([1] * 16 * 50)
+
+    async def ask(message: Callable[[int], Any], timeout: float) -> Any:
+        return cache.answer(message(0))
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def follow() -> int:
+        backend: Any = SimpleNamespace(ask=ask)
+        context: Any = SimpleNamespace(backend=backend)
+        follower = Follower(context, Collector(backend), "")
+        await follower._collector.collect("", tier=True)
+        task = asyncio.create_task(other())
+        before = turns
+        parts = [piece async for piece in follower._snapshot(FRESH)]
+        task.cancel()
+        assert len(parts) == 50
+        return turns - before
+
+    assert asyncio.run(follow()) >= 49
