@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from services.kv_collect import FRESH, Collector
 from services.kv_events import MAX_FOLLOWERS, Follower
 from tests.services.fake_cache import FakeCache
 from tests.services.fake_stack import Stack, wait_until
+from tests.services.test_frontend_process import alive, free_port, start
 
 ACME = tenant_of(b"acme")
 
@@ -236,3 +239,22 @@ def test_others_get_on_between_the_parts_of_a_snapshot(monkeypatch: pytest.Monke
         return turns - before
 
     assert asyncio.run(follow()) >= 49
+
+
+def test_a_frontend_that_is_asked_to_stop_does_not_wait_for_its_followers() -> None:
+    """They have no end; its drain time is for answers that do."""
+    with Stack() as stack:
+        port = free_port()
+        process = start(Path(stack.pool_directory), port, "--drain-seconds=600")
+        try:
+            wait_until(lambda: alive(port), "health")
+            wait_until(lambda: len(stack.manager._sessions) == 2, "its Hello")
+            with httpx.stream("GET", f"http://127.0.0.1:{port}/kv/events", timeout=20) as answer:
+                lines = answer.iter_lines()
+                assert next(lines) == "event: snapshot"
+                process.send_signal(signal.SIGTERM)
+                assert "event: error" in [*lines]
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.communicate()
