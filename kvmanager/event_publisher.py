@@ -13,14 +13,17 @@ Structures are arrays, which most consumers decode; more fields than one knows a
 last 64 bits of ours as unsigned integers: that is vLLM's default, and decodes where integers are wanted and
 where bytes are allowed too. "GPU" is the pool, wherever it is; the tier is not published, as a consumer that
 does not look at the medium would take its removals for the pool's. Nor are partial blocks, and content is
-stored once, however many copies there are. The first batch of a start is AllBlocksCleared, then comes what
-was restored.
+stored once, however many copies there are.
+
+Numbers go on over restarts, as each start begins far above the last one's: a follower sees a gap, asks for a
+replay, and gets AllBlocksCleared and all that is found now, as everybody does who asks for more than is kept.
 
 A batch is encoded only if somebody subscribes or asks for a replay.
 """
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,10 +50,17 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class EventPublisher:
-    """Two sockets and what replays need. Never waits. Raises PagekeeperError if it cannot listen."""
+    """Two sockets and what replays need; `first` is the number of the first batch. Never waits. Raises
+    PagekeeperError if it cannot listen.
+    """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, replay_endpoint: str, topic: str
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        replay_endpoint: str,
+        topic: str,
+        first: int,
     ) -> None:
         self._topic = topic.encode()
         self._paths: list[Path] = []
@@ -58,8 +68,8 @@ class EventPublisher:
         self._replay = self._bind(context, zmq.ROUTER, replay_endpoint)
         self._subscriptions: set[bytes] = set()
         self._kept: deque[Batch] = deque(maxlen=MAX_KEPT)
-        self._next = 0  # sequence number of the next batch
-        self._replays: dict[bytes, int] = {}  # who wants batches from which number on
+        self._next = first  # sequence number of the next batch
+        self._replays: dict[bytes, Iterator[tuple[bytes, bytes]]] = {}  # what is still to be sent to whom
         self._known: set[bytes] = set()  # hashes that were published as stored
         self._pool: BlockPool | None = None
         self._seen = 0  # the last event of the pool that is published or passed over
@@ -130,19 +140,11 @@ class EventPublisher:
         if pool.log.has(0):
             return
         self._seen = pool.log.last
-        for start in range(0, pool.num_blocks, MAX_BATCH):
-            events = [
-                (0, now, "stored", "pool", digest, parent, tokens, salt, block)
-                for block, digest, parent, tokens, salt in zip(
-                    range(start, start + MAX_BATCH),
-                    pool.block_hash[start : start + MAX_BATCH],
-                    pool.parent_hash[start : start + MAX_BATCH],
-                    pool.tokens[start : start + MAX_BATCH],
-                    pool.salt[start : start + MAX_BATCH],
-                    strict=False,
-                )
-                if digest and block not in pool.unfound
-            ]
+        found = [
+            block for block in range(pool.num_blocks) if pool.block_hash[block] and block not in pool.unfound
+        ]
+        for start in range(0, len(found), MAX_BATCH):
+            events = [event_of(pool, block) for block in found[start : start + MAX_BATCH]]
             self._send(pool, now, [event for event in events if self._is_news(pool, event)])
 
     def _is_news(self, pool: BlockPool, event: RawEvent) -> bool:
@@ -166,7 +168,7 @@ class EventPublisher:
             return
         self._kept.append((pool, time, events))
         if any(self._topic.startswith(each) for each in self._subscriptions):
-            frames = (self._topic, self._next.to_bytes(8, "big"), encode_batch(self._kept[-1]))
+            frames = (self._topic, numbered(self._next), encode_batch(self._kept[-1]))
             self._publish.send_multipart(frames, zmq.DONTWAIT)
         self._next += 1
 
@@ -184,7 +186,7 @@ class EventPublisher:
             if len(frames) != 3 or len(frames[2]) != 8:
                 continue
             self._replays.pop(frames[0], None)
-            self._replays[frames[0]] = int.from_bytes(frames[2], "big")
+            self._replays[frames[0]] = self._replay_from(int.from_bytes(frames[2], "big"))
             if len(self._replays) > MAX_REPLAYS:
                 del self._replays[next(iter(self._replays))]
 
@@ -193,15 +195,34 @@ class EventPublisher:
         if not self._replays:
             return
         identity = next(iter(self._replays))
-        first = self._next - len(self._kept)
-        start = max(self._replays.pop(identity), first)
-        end = min(start + MAX_REPLAYED, self._next)
-        for number in range(start, end):
-            self._answer(identity, number.to_bytes(8, "big"), encode_batch(self._kept[number - first]))
-        if end < self._next:
-            self._replays[identity] = end
-        else:
-            self._answer(identity, END, b"")
+        replay = self._replays.pop(identity)
+        for number, payload in islice(replay, MAX_REPLAYED):
+            self._answer(identity, number, payload)
+            if number == END:
+                return
+        self._replays[identity] = replay
+
+    def _replay_from(self, start: int) -> Iterator[tuple[bytes, bytes]]:
+        """Numbers and payloads. Where not all is left that was published since, first what is found now,
+        under the last numbers before the next.
+        """
+        if start < self._next - len(self._kept) and self._pool is not None:
+            start = self._next
+            known = list(self._known)
+            parts = [known[at : at + MAX_BATCH] for at in range(0, len(known), MAX_BATCH)]
+            yield numbered(start - len(parts) - 1), encode_batch((self._pool, self._pool.log.now, [CLEARED]))
+            for place, part in enumerate(parts):
+                yield numbered(start - len(parts) + place), self._encode_found(self._pool, part)
+        while start < self._next and (place := start - self._next + len(self._kept)) >= 0:
+            yield numbered(start), encode_batch(self._kept[place])
+            start += 1
+        yield END, b""
+
+    def _encode_found(self, pool: BlockPool, digests: list[bytes]) -> bytes:
+        """What of these is still found; the removal of others has been published by now."""
+        found = [block for digest in digests if (block := pool.index.find(digest)) is not None]
+        events = [event_of(pool, block) for block in found]
+        return encode_batch((pool, pool.log.now, events))
 
     def _answer(self, identity: bytes, number: bytes, payload: bytes) -> None:
         """What the follower has no room for is lost to it; it asks again."""
@@ -215,6 +236,16 @@ def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
             yield socket.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
             return
+
+
+def event_of(pool: BlockPool, block: int) -> RawEvent:
+    """The event by which this block's content would become known."""
+    digest, parent = pool.block_hash[block], pool.parent_hash[block]
+    return (0, pool.log.now, "stored", "pool", digest, parent, pool.tokens[block], pool.salt[block], block)
+
+
+def numbered(number: int) -> bytes:
+    return number.to_bytes(8, "big")
 
 
 def encode_batch(batch: Batch) -> bytes:

@@ -158,6 +158,7 @@ class Server:
             config.kv_events_endpoint or events_endpoint(config.pool_directory),
             config.kv_events_replay_endpoint or replay_endpoint(config.pool_directory),
             config.kv_events_topic,
+            int(time.time() * 1e6),
         )
         for socket in publisher.sockets:
             self._poller.register(socket, zmq.POLLIN)
