@@ -28,9 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Emitter = Callable[..., Any]
 
 
-def jit(function: F) -> F:
+def jit(function: F, cache: bool = True) -> F:
     """Compile at the first call per combination of argument types; nothing is checked, nothing raises."""
-    compiler = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=FAST_MATH)
+    compiler = numba.njit(cache=cache, nogil=True, error_model="numpy", fastmath=FAST_MATH)
     return cast(F, compiler(function))
 
 
@@ -132,8 +132,25 @@ GRAIN = 1 << 15  # elements for which waking a thread pays
 def share_out(counter: int, threads: int, rows: int, elements: int) -> tuple[int, int]:
     """Reset the shared counter; return the threads that `elements` of work pay for, and the items to cut.
 
-    Item i covers rows [i · rows // items, (i + 1) · rows // items).
+    `over_rows` makes the function that takes them.
     """
     reset(counter)
     workers = min(threads, 1 + elements // GRAIN)
     return workers, 1 if workers == 1 else min(rows, 4 * workers)
+
+
+def over_rows(function: Callable[[Any, int], None]) -> Callable[[tuple[Any, int, int, int]], None]:
+    """A worker for `parallel` that runs the jitted `function(job, row)`; it gets (job, counter, rows, items).
+
+    Item i covers rows [i · rows // items, (i + 1) · rows // items). The worker is compiled into its caller.
+    """
+
+    def take_rows(share: tuple[Any, int, int, int]) -> None:
+        job, counter, rows, items = share
+        item = next_item(counter)
+        while item < items:
+            for row in range(item * rows // items, (item + 1) * rows // items):
+                function(job, row)
+            item = next_item(counter)
+
+    return jit(take_rows, cache=False)

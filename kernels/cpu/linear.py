@@ -19,7 +19,7 @@ from numba.core.errors import RequireLiteralValue
 from torch import Tensor
 
 from kernels.cpu.exponential import emit_math
-from kernels.cpu.jit import GOMP_PARALLEL, cgutils, jit, literal_intrinsic, next_item, parallel, share_out
+from kernels.cpu.jit import GOMP_PARALLEL, cgutils, jit, literal_intrinsic, over_rows, parallel, share_out
 from kernels.cpu.memory import (
     BITS,
     FLOAT,
@@ -88,25 +88,6 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
-    """Share the panels out."""
-    job = Job(*arguments)
-    workers, items = share_out(counter, threads, job.panels, job.panels * job.inputs * job.num_rows)
-    parallel(gomp, workers, work, (job, counter, items))
-
-
-@jit
-def work(share: tuple[Job, int, int]) -> None:
-    """One thread: take items until none is left."""
-    job, counter, items = share
-    item = next_item(counter)
-    while item < items:
-        for panel in range(item * job.panels // items, (item + 1) * job.panels // items):
-            multiply(job, panel)
-        item = next_item(counter)
-
-
-@jit
 def multiply(job: Job, panel: int) -> None:
     """All rows with one panel."""
     weight = job.packed + panel * job.inputs * WIDTH * size_of(job.kind)
@@ -127,6 +108,17 @@ def multiply(job: Job, panel: int) -> None:
         x, out, left = x + 2 * x_row, out + 2 * out_row, left - 2
     if left:
         panel_product(job.kind, job.out_kind, 1, x, x_row, weight, job.inputs, out, out_row)
+
+
+work = over_rows(multiply)
+
+
+@jit
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
+    """Share the panels out."""
+    job = Job(*arguments)
+    workers, items = share_out(counter, threads, job.panels, job.panels * job.inputs * job.num_rows)
+    parallel(gomp, workers, work, (job, counter, job.panels, items))
 
 
 @literal_intrinsic

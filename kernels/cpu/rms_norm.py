@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
+from kernels.cpu.jit import GOMP_PARALLEL, jit, over_rows, parallel, share_out
 from kernels.cpu.memory import KINDS, Kind, elements, load, size_of, store
 from kernels.cpu.workspace import WORKSPACE
 
@@ -52,25 +52,6 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
-    """Share the rows out."""
-    job = Job(*arguments)
-    workers, items = share_out(counter, threads, job.num_rows, job.num_rows * job.hidden)
-    parallel(gomp, workers, work, (job, counter, items))
-
-
-@jit
-def work(share: tuple[Job, int, int]) -> None:
-    """One thread: take items until none is left."""
-    job, counter, items = share
-    item = next_item(counter)
-    while item < items:
-        for row in range(item * job.num_rows // items, (item + 1) * job.num_rows // items):
-            normalise(job, row)
-        item = next_item(counter)
-
-
-@jit
 def normalise(job: Job, row: int) -> None:
     """One row."""
     size = size_of(job.kind)
@@ -88,3 +69,14 @@ def normalise(job: Job, row: int) -> None:
     scale = np.float32(1) / np.sqrt(squares / np.float32(job.hidden) + np.float32(job.eps))
     for i in range(job.hidden):
         store(out, i, load(summed, i) * scale * load(weight, i))
+
+
+work = over_rows(normalise)
+
+
+@jit
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
+    """Share the rows out."""
+    job = Job(*arguments)
+    workers, items = share_out(counter, threads, job.num_rows, job.num_rows * job.hidden)
+    parallel(gomp, workers, work, (job, counter, job.num_rows, items))

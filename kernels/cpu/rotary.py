@@ -10,7 +10,7 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from torch import Tensor
 
-from kernels.cpu.jit import GOMP_PARALLEL, jit, literal_intrinsic, next_item, parallel, share_out
+from kernels.cpu.jit import GOMP_PARALLEL, jit, literal_intrinsic, over_rows, parallel, share_out
 from kernels.cpu.memory import (
     FLOAT32,
     INT64,
@@ -97,28 +97,14 @@ class RotaryJob(NamedTuple):
 
 
 @jit
-def run_rotary(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
-    """Share the tokens out."""
-    job = RotaryJob(*arguments)
-    work_size = job.num_tokens * job.num_heads * job.head_dim
-    workers, items = share_out(counter, threads, job.num_tokens, work_size)
-    parallel(gomp, workers, rotary_work, (job, counter, items))
-
-
-@jit
-def rotary_work(share: tuple[RotaryJob, int, int]) -> None:
-    """One thread: take items until none is left."""
-    job, counter, items = share
-    positions = elements(INT64, job.positions)
-    item = next_item(counter)
-    while item < items:
-        for token in range(item * job.num_tokens // items, (item + 1) * job.num_tokens // items):
-            cos_sin = elements(FLOAT32, job.cos_sin + positions[token] * job.cos_sin_row * 4)
-            for head in range(job.num_heads):
-                place = (token * job.token + head * job.head) * size_of(job.kind)
-                heads = elements(job.kind, job.heads + place)
-                rotate(heads, heads, cos_sin, job.head_dim // 2)
-        item = next_item(counter)
+def rotate_token(job: RotaryJob, token: int) -> None:
+    """All heads of one token."""
+    position = elements(INT64, job.positions)[token]
+    cos_sin = elements(FLOAT32, job.cos_sin + position * job.cos_sin_row * 4)
+    for head in range(job.num_heads):
+        place = (token * job.token + head * job.head) * size_of(job.kind)
+        heads = elements(job.kind, job.heads + place)
+        rotate(heads, heads, cos_sin, job.head_dim // 2)
 
 
 @jit
@@ -156,6 +142,18 @@ def rotate_lanes(
     return types.void(source, destination, cos_sin, types.int64, types.int64, count), codegen
 
 
+rotary_work = over_rows(rotate_token)
+
+
+@jit
+def run_rotary(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
+    """Share the tokens out."""
+    job = RotaryJob(*arguments)
+    work_size = job.num_tokens * job.num_heads * job.head_dim
+    workers, items = share_out(counter, threads, job.num_tokens, work_size)
+    parallel(gomp, workers, rotary_work, (job, counter, job.num_tokens, items))
+
+
 class StoreJob(NamedTuple):
     """The arguments of the fused op; tensors as addresses, strides in elements."""
 
@@ -190,31 +188,16 @@ class StoreJob(NamedTuple):
 
 
 @jit
-def run_rotary_store_kv(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
-    """Share the tokens out."""
-    job = StoreJob(*arguments)
-    work_size = job.num_tokens * (job.num_query_heads + 2 * job.num_heads) * job.head_dim
-    workers, items = share_out(counter, threads, job.num_tokens, work_size)
-    parallel(gomp, workers, rotary_store_work, (job, counter, items))
-
-
-@jit
-def rotary_store_work(share: tuple[StoreJob, int, int]) -> None:
-    """One thread: take items until none is left."""
-    job, counter, items = share
-    positions, slots = elements(INT64, job.positions), elements(INT64, job.slot_mapping)
-    size = size_of(job.kind)
-    item = next_item(counter)
-    while item < items:
-        for token in range(item * job.num_tokens // items, (item + 1) * job.num_tokens // items):
-            cos_sin = elements(FLOAT32, job.cos_sin + positions[token] * job.cos_sin_row * 4)
-            for head in range(job.num_query_heads):
-                place = (token * job.query_token + head * job.query_head) * size
-                query = elements(job.kind, job.query + place)
-                rotate(query, query, cos_sin, job.head_dim // 2)
-            if slots[token] >= 0:
-                rotate_and_store(job, token, slots[token], cos_sin)
-        item = next_item(counter)
+def rotate_and_store_token(job: StoreJob, token: int) -> None:
+    """The query heads of one token, and its key and value where it has a slot."""
+    position, slot = elements(INT64, job.positions)[token], elements(INT64, job.slot_mapping)[token]
+    cos_sin = elements(FLOAT32, job.cos_sin + position * job.cos_sin_row * 4)
+    for head in range(job.num_query_heads):
+        place = (token * job.query_token + head * job.query_head) * size_of(job.kind)
+        query = elements(job.kind, job.query + place)
+        rotate(query, query, cos_sin, job.head_dim // 2)
+    if slot >= 0:
+        rotate_and_store(job, token, slot, cos_sin)
 
 
 @jit
@@ -230,3 +213,15 @@ def rotate_and_store(job: StoreJob, token: int, slot: int, cos_sin: Pointer) -> 
         value = elements(job.kind, job.value + (token * job.value_token + head * job.value_head) * size)
         place = block * job.value_cache_block + head * job.value_cache_head + offset * job.value_cache_slot
         copy_head(value, elements(job.cache_kind, job.value_cache + place * cache_size), job.head_dim)
+
+
+rotary_store_work = over_rows(rotate_and_store_token)
+
+
+@jit
+def run_rotary_store_kv(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
+    """Share the tokens out."""
+    job = StoreJob(*arguments)
+    work_size = job.num_tokens * (job.num_query_heads + 2 * job.num_heads) * job.head_dim
+    workers, items = share_out(counter, threads, job.num_tokens, work_size)
+    parallel(gomp, workers, rotary_store_work, (job, counter, job.num_tokens, items))

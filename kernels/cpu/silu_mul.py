@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.exponential import exp
-from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
+from kernels.cpu.jit import GOMP_PARALLEL, jit, over_rows, parallel, share_out
 from kernels.cpu.memory import KINDS, Kind, elements, load, size_of, store
 from kernels.cpu.workspace import WORKSPACE
 
@@ -42,25 +42,6 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
-    """Share the rows out."""
-    job = Job(*arguments)
-    workers, items = share_out(counter, threads, job.num_rows, job.num_rows * job.width)
-    parallel(gomp, workers, work, (job, counter, items))
-
-
-@jit
-def work(share: tuple[Job, int, int]) -> None:
-    """One thread: take items until none is left."""
-    job, counter, items = share
-    item = next_item(counter)
-    while item < items:
-        for row in range(item * job.num_rows // items, (item + 1) * job.num_rows // items):
-            activate(job, row)
-        item = next_item(counter)
-
-
-@jit
 def activate(job: Job, row: int) -> None:
     """One row."""
     size = size_of(job.kind)
@@ -70,3 +51,14 @@ def activate(job: Job, row: int) -> None:
     for i in range(job.width):
         value = load(gate, i)
         store(out, i, value / (np.float32(1) + exp(-value)) * load(up, i))
+
+
+work = over_rows(activate)
+
+
+@jit
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
+    """Share the rows out."""
+    job = Job(*arguments)
+    workers, items = share_out(counter, threads, job.num_rows, job.num_rows * job.width)
+    parallel(gomp, workers, work, (job, counter, job.num_rows, items))

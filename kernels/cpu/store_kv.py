@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.cpu.jit import GOMP_PARALLEL, jit, next_item, parallel, share_out
+from kernels.cpu.jit import GOMP_PARALLEL, jit, over_rows, parallel, share_out
 from kernels.cpu.memory import INT64, KINDS, Kind, Pointer, elements, load, size_of, store
 from kernels.cpu.workspace import WORKSPACE
 
@@ -61,30 +61,11 @@ class Job(NamedTuple):
 
 
 @jit
-def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
-    """Share the tokens out."""
-    job = Job(*arguments)
-    work_size = 2 * job.num_tokens * job.num_heads * job.head_dim
-    workers, items = share_out(counter, threads, job.num_tokens, work_size)
-    parallel(gomp, workers, work, (job, counter, items))
-
-
-@jit
-def work(share: tuple[Job, int, int]) -> None:
-    """One thread: take items until none is left."""
-    job, counter, items = share
-    slots = elements(INT64, job.slot_mapping)
-    item = next_item(counter)
-    while item < items:
-        for token in range(item * job.num_tokens // items, (item + 1) * job.num_tokens // items):
-            if slots[token] >= 0:
-                store_token(job, token, slots[token])
-        item = next_item(counter)
-
-
-@jit
-def store_token(job: Job, token: int, slot: int) -> None:
+def store_token(job: Job, token: int) -> None:
     """All heads of one token."""
+    slot = elements(INT64, job.slot_mapping)[token]
+    if slot < 0:
+        return
     size, cache_size = size_of(job.kind), size_of(job.cache_kind)
     block = slot // job.block_size
     offset = slot - block * job.block_size
@@ -102,3 +83,15 @@ def copy_head(source: Pointer, destination: Pointer, head_dim: int) -> None:
     """One head, converted to the destination's kind."""
     for i in range(head_dim):
         store(destination, i, load(source, i))
+
+
+work = over_rows(store_token)
+
+
+@jit
+def run(gomp: int, threads: int, counter: int, *arguments: Any) -> None:
+    """Share the tokens out."""
+    job = Job(*arguments)
+    work_size = 2 * job.num_tokens * job.num_heads * job.head_dim
+    workers, items = share_out(counter, threads, job.num_tokens, work_size)
+    parallel(gomp, workers, work, (job, counter, job.num_tokens, items))
