@@ -15,7 +15,7 @@ from kvmanager.protocol import (
     decode_token_batch,
 )
 from services.tracker import MAX_LOSSES, Effects, Output, Request, Tracker
-from tests.sim.model import Text, undisturbed
+from tests.sim.model import Text, searched, undisturbed
 from tests.sim.network import TokenPipe
 from tests.sim.process import Process
 
@@ -32,10 +32,12 @@ class Expected:
     """What a request must give. `losses`: how often anything had died in the world when it was submitted."""
 
     def __init__(self, request: Request, losses: int) -> None:
-        choices = range(len(request.outputs))
-        self.texts: list[Text] = [
-            undisturbed(request.prompt_token_ids, choice, request.sampling) for choice in choices
-        ]
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        self.texts: list[Text] = (
+            searched(prompt, sampling)
+            if sampling.beam is not None
+            else [undisturbed(prompt, output.index, sampling) for output in request.outputs]
+        )
         self.never_fits = False
         self.losses = losses
 
@@ -169,7 +171,7 @@ class Frontend(Process):
         statistics = self.world.statistics
         if request.error is None:
             assert not expected.never_fits, f"{request.request_id} can never fit and has finished"
-            statistics["finished"] += 1
+            statistics["finished searches" if request.sampling.beam else "finished"] += 1
         elif expected.never_fits:
             assert request.error.code == "can_never_fit", request.error.message
             statistics["refused"] += 1

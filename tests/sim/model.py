@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from gpu_runner.step import Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from gpu_runner.beams import num_candidates
+from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
+from gpu_runner.stop_conditions import Finish, finish
 from kvmanager.protocol import Layout, SamplingParams
+from tests.gpu_runner import beam_twin
 
 BLOCK_SIZE: Final = 4
 MAX_MODEL_LEN: Final = 80
@@ -38,6 +41,12 @@ def next_token(history: int, seed: int, choice: int, position: int) -> int:
     return crc32(b"%d,%d,%d,%d" % (history, seed, choice, position)) % VOCABULARY
 
 
+def next_logprobs(history: int, seed: int) -> list[float]:
+    """What the model thinks of every token, for beams; no two sums are equal but by a wonder."""
+    drawn = (chained(chained(history ^ seed, token), token) for token in range(VOCABULARY))
+    return [-4 * (value >> 11) / (1 << 53) for value in drawn]
+
+
 class Text(NamedTuple):
     """What an undisturbed run gives for one choice."""
 
@@ -56,6 +65,23 @@ def undisturbed(prompt: Sequence[int], choice: int, sampling: SamplingParams) ->
             return Text(tokens, "stop")
         if len(tokens) == sampling.max_tokens:
             return Text(tokens, "length")
+
+
+def searched(prompt: Sequence[int], sampling: SamplingParams) -> list[Text]:
+    """What an undisturbed beam search gives, by the naive twin."""
+    beam, start = sampling.beam, chain(prompt)[-1]
+    assert beam is not None
+
+    def judge(token: int, length: int) -> Finish:
+        return finish(token, length, len(prompt) + length, sampling, frozenset({EOS}), MAX_MODEL_LEN)
+
+    def after(output: Sequence[int]) -> list[float]:
+        return next_logprobs(chain(output, start)[-1] if output else start, sampling.seed)
+
+    longest = min(sampling.max_tokens, MAX_MODEL_LEN - len(prompt))
+    ends = beam_twin.search(beam, longest, judge, after)
+    texts = [Text(list(end.token_ids), end.finish.reason or "") for end in ends]
+    return texts + [Text([], "length")] * (beam.width - len(texts))
 
 
 MayWrite = Callable[[int], None]
@@ -102,6 +128,8 @@ class Engine:
                 f"start {sequence.start_id} choice {sequence.choice} reads wrong tokens in block {block}, "
                 f"entry {index} of its table {sequence.block_table}, {end} tokens"
             )
+        if sequence.sampling.beam is not None:
+            return SequenceOutput((), candidates=_candidates(item, known[end - 1]))
         num_output = end - sequence.num_prompt_tokens
         return SequenceOutput(
             tuple(
@@ -109,3 +137,13 @@ class Engine:
                 for choice in item.sample_choices
             )
         )
+
+
+def _candidates(item: Scheduled, history: int) -> tuple[Candidate, ...]:
+    """A beam's, no more than the executor gives."""
+    if not item.sample_choices:
+        return ()
+    sampling = item.sequence.sampling
+    offers = [Candidate(*pair) for pair in enumerate(next_logprobs(history, sampling.seed))]
+    offers.sort(key=lambda offer: -offer.logprob)
+    return tuple(offers[: num_candidates(sampling, {EOS})])

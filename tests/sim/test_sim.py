@@ -27,7 +27,17 @@ PER_SEED = 3000  # messages
 TIMEOUT = 300 + MESSAGES // 200  # seconds; many times what it takes
 
 MET = (
-    *("finished", "preemptions", "hit tokens", "evictions", "fenced", "refused", "stalls", "breaks"),
+    *(
+        "finished",
+        "finished searches",
+        "preemptions",
+        "hit tokens",
+        "evictions",
+        "fenced",
+        "refused",
+        "stalls",
+        "breaks",
+    ),
     *("handed over", "copied tails", "prefix waits", "recomputed tokens", "demotions", "promotions"),
 )
 KILLS = ("manager kills", "runner kills", "frontend kills")

@@ -1,9 +1,9 @@
 """What a seed means: how large everything is, how often something dies, and which requests come."""
 
 from random import Random
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from kvmanager.protocol import SamplingParams
+from kvmanager.protocol import BeamParams, SamplingParams
 from tests.sim.model import BLOCK_SIZE, MAX_MODEL_LEN, VOCABULARY
 from tests.sim.runner import Capacity
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from tests.sim.frontend import Frontend
 
 NUM_STEMS: Final = 3  # beginnings that prompts share
+BEAM_SHARE: Final = 0.12
+EARLY_STOPPING: Final[tuple[bool | Literal["never"], ...]] = (False, True, "never")
 SALTS: Final = ("", "", "", "red", "blue")
 FAULT_RATES: Final = (0.0, 0.004, 0.015, 0.03)
 FAULTS: Final = (
@@ -81,13 +83,19 @@ class Workload:
         never_fits = random.random() < 0.005
         if never_fits:
             max_tokens = MAX_MODEL_LEN
+        beam = None
+        if random.random() < BEAM_SHARE and not never_fits:
+            penalty, stopping = random.choice((0.0, 1.0, 2.0)), random.choice(EARLY_STOPPING)
+            beam = BeamParams(num_choices, penalty, stopping)
         self._count += 1
         request_id = f"r{self._count}"
         salt = self.salts[request_id] = random.choice(SALTS)
         frontend.submit(
             request_id,
             prompt,
-            SamplingParams(max_tokens, random.randrange(1 << 40), ignore_eos=random.random() < 0.5),
+            SamplingParams(
+                max_tokens, random.randrange(1 << 40), ignore_eos=random.random() < 0.5, beam=beam
+            ),
             num_choices,
             priority=random.choice((0, 0, 0, -1, 1)),
             cache_salt=salt,
