@@ -48,6 +48,9 @@ class StubClient:
         self._step("send")
         self.sent.append(message)
 
+    def show_life(self) -> None:
+        self._step("show_life")
+
     def close(self) -> None:
         self.session = None
 
