@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import quote
 
 import httpx
 
@@ -14,6 +13,7 @@ Json = dict[str, Any]
 TIMEOUT: Final = httpx.Timeout(connect=5.0, read=15.0, write=15.0, pool=5.0)
 SILENCE: Final = 60.0  # seconds without a byte after which a stream of events is given up
 MAX_EVENT_BYTES: Final = 16 << 20
+MAX_PAGES: Final = 8
 _UNSHOWN: Final = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 _TURNING: Final = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _DIRECTIONS: Final = dict.fromkeys(_TURNING, "\ufffd")
@@ -66,9 +66,17 @@ class KvApi:
             sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
-    def request(self, request_id: str) -> Json:
-        """One request, with its block tables."""
-        return dict(self.get(f"/kv/requests/{quote(request_id, safe='')}")["request"])
+    def live_requests(self) -> list[Json]:
+        """Those that have not ended, without block tables; as many as MAX_PAGES pages hold."""
+        found: list[Json] = []
+        cursor = ""
+        for _ in range(MAX_PAGES):
+            answer = self.get("/kv/requests", state="live", cursor=cursor)
+            found += answer["requests"]
+            cursor = answer["next_cursor"]
+            if not cursor:
+                break
+        return found
 
     def events(self, last_id: str, snapshot: bool) -> Iterator[Event]:
         """The stream of events, until it breaks off (which is a ServerError as well)."""

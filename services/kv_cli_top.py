@@ -53,7 +53,7 @@ class Top:
         """Ask the server. What was known stays while it does not answer; `error` then says why."""
         try:
             self.stats = self._api.get("/kv/stats")
-            self.requests = list(self._api.get("/kv/requests", limit=256)["requests"])
+            self.requests = self._api.live_requests()
             output = self._api.counters().get(OUTPUT, 0.0)
         except ServerError as error:
             self.error = str(error)

@@ -303,9 +303,8 @@ def progress(request: Json, width: int = 20) -> Text:
 
 
 def requests(cards: Sequence[Json], most: int) -> RenderableType:
-    """The live ones, those that run first."""
-    live = [card for card in cards if card["state"] != "ended"]
-    live.sort(key=lambda card: (card["state"] != "running", -card["age"]))
+    """Those that run first."""
+    live = sorted(cards, key=lambda card: (card["state"] != "running", -card["age"]))
     if not live:
         return Text("no request is running or waiting", "bright_black")
     table = columns("request", "state", "prompt", "output", "progress", "blocks", "age")

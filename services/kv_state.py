@@ -37,8 +37,10 @@ from services.context import Context
 from services.errors import ApiError
 from services.kv_ask import Parameters, ask, holder_card, ref, reply
 
+LIVE: Final = "live"  # all but those that have ended
 REQUEST_STATES: Final = (
     "",
+    LIVE,
     "waiting",
     "waiting_for_prefix",
     "waiting_for_tier",
@@ -92,7 +94,7 @@ class StateRoutes:
         for _ in range(MAX_PAGES):
             page = await self._requests_page(tenant, cursor, limit)
             cursor = page.next_cursor
-            found = [request_card(info) for info in page.requests if state in ("", info.state)]
+            found = [request_card(info) for info in page.requests if is_in(info, state)]
             if found or not cursor:
                 break
         return reply(
@@ -179,6 +181,11 @@ class StateRoutes:
             if not cursor:
                 break
         return found
+
+
+def is_in(info: RequestInfo, state: str) -> bool:
+    """Whether a request is in one of REQUEST_STATES; "" is any."""
+    return state in ("", info.state) or (state == LIVE and info.state != "ended")
 
 
 def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck_seconds: float) -> answers.StatsAnswer:

@@ -3,7 +3,8 @@
 import { ApiError, ask, Poll } from "./api.js";
 import { age, count, debounced, el, plural, say, shortId } from "./dom.js";
 
-const LIMIT = 100;
+const MOST_ROWS = 200; // the numbers above say how many there are
+const MOST_PAGES = 4; // of requests
 const MOST_BLOCKS = 400; // of a table
 const ORDER = {
   running: 0,
@@ -12,7 +13,6 @@ const ORDER = {
   waiting_for_prefix: 2,
   waiting_for_tier: 2,
   waiting: 3,
-  ended: 4,
 };
 const NAMES = { waiting_for_prefix: "waits for a prefix", waiting_for_tier: "waits for the disk tier" };
 
@@ -31,11 +31,10 @@ export class Requests {
   }
 
   async load() {
-    const answer = await ask(`/kv/requests?limit=${LIMIT}`);
-    const live = answer.requests.filter((request) => request.state !== "ended");
+    const live = await liveRequests();
     live.sort((a, b) => (ORDER[a.state] ?? 3) - (ORDER[b.state] ?? 3) || b.age - a.age);
     this.empty.hidden = live.length > 0;
-    const ids = new Set(live.map((request) => request.request_id));
+    const ids = new Set(live.slice(0, MOST_ROWS).map((request) => request.request_id));
     for (const [id, row] of this.rows) {
       if (!ids.has(id)) {
         row.root.remove();
@@ -44,7 +43,7 @@ export class Requests {
         if (id === this.looked) this.leave();
       }
     }
-    live.forEach((request, index) => this.place(request, index));
+    live.slice(0, MOST_ROWS).forEach((request, index) => this.place(request, index));
     if (this.open || this.looked) await this.loadDetail();
   }
 
@@ -87,7 +86,7 @@ export class Requests {
     try {
       const detail = await ask(`/kv/requests/${encodeURIComponent(id)}`);
       if (id !== (this.looked || this.open)) return;
-      this.detail = detail.request ?? detail;
+      this.detail = detail.request;
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       return; // it ended meanwhile
@@ -95,6 +94,18 @@ export class Requests {
     this.mark(blocksOf(this.detail));
     if (id === this.open) this.rows.get(id)?.table(this.detail);
   }
+}
+
+/** All that have not ended, as far as a few pages go: each page tells where the next one begins. */
+async function liveRequests() {
+  const found = [];
+  let cursor = "";
+  for (let page = 0; page < MOST_PAGES && cursor !== null; page += 1) {
+    const answer = await ask(`/kv/requests?state=live${cursor ? `&cursor=${cursor}` : ""}`);
+    found.push(...answer.requests);
+    cursor = answer.next_cursor;
+  }
+  return found;
 }
 
 const blockId = (reference) => (Array.isArray(reference) ? reference[0] : reference.block);

@@ -70,7 +70,7 @@ def test_stats(run: Run) -> None:
         "25.0% of the slots",
         "40.0%: 400 of 1,000 prompt tokens",
         "3 waiting, 5 preempted, 7 rejected",
-        "runner-0 stuck",
+        "runner-0 ready",
         "0 of at most 25 blocks",
     ):
         assert words in output
@@ -216,13 +216,16 @@ def top_of(stack: Stack, key: str = "root") -> kv_cli_top.Top:
 
 
 def test_top_draws_until_q(stack: Stack) -> None:
-    stack.manager.cache.requests = [request("cmpl-a"), request("cmpl-b", "waiting"), request("c", "ended")]
+    """It finds what is live behind many that have ended."""
+    over = [request(f"over-{number}", "ended") for number in range(600)]
+    stack.manager.cache.requests = [*over, request("cmpl-a"), *over, request("cmpl-b", "waiting")]
     output, keys = io.StringIO(), iter(["", "x", "q"])
     console = Console(file=output, force_terminal=True, width=120, height=40, color_system=None)
     assert kv_cli_top.run(top_of(stack), console, 60.0, lambda seconds: next(keys)) == 0
     picture = output.getvalue()
-    for words in ("cmpl-a", "cmpl-b", "runner-0 stuck", "tokens/s", "q or Ctrl-C ends", "waste 25.0%"):
+    for words in ("cmpl-a", "cmpl-b", "runner-0 ready", "tokens/s", "q or Ctrl-C ends", "waste 25.0%"):
         assert words in picture
+    assert "over-" not in picture
     assert next(keys, None) is None
 
 
@@ -261,7 +264,7 @@ def test_rates_are_taken_over_a_window() -> None:
         def get(self, path: str, **query: object) -> dict[str, Any]:
             self.turn += path == "/kv/stats"
             cache = {"queries": 100 * self.turn, "hits": 25 * self.turn}
-            return {"boot_id": "a", "cache": cache, "requests": []}
+            return {"boot_id": "a", "cache": cache, "requests": [], "next_cursor": None}
 
         def counters(self) -> dict[str, float]:
             return {kv_cli_top.OUTPUT: 7.0 * self.turn}

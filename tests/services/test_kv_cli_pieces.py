@@ -71,3 +71,25 @@ def test_events_are_read_however_they_are_cut(noise: list[bytes], step: int) -> 
 def test_an_event_that_is_no_object_is_refused(data: bytes) -> None:
     with pytest.raises(ServerError, match="no JSON object"):
         list(read_events([b"data: " + data + b"\n\n"]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "state"),
+    [
+        ({}, "starting"),
+        ({"ready": True}, "ready"),
+        ({"ready": True, "draining": True}, "draining"),
+        ({"ready": True, "draining": True, "stuck": True}, "stuck"),
+    ],
+)
+def test_a_runner_is_shown_in_its_worst_state(flags: dict[str, bool], state: str) -> None:
+    card = {
+        "name": "r",
+        "ready": False,
+        "draining": False,
+        "stuck": False,
+        "running": 1,
+        "credits": 2,
+        **flags,
+    }
+    assert kv_cli_views.runner(card).plain == f"● r {state}, 1 running, 2 blocks in credit"
