@@ -23,7 +23,7 @@ class ManagerConfig:
         0.01, "share of the pool left free when a request starts while others run", minimum=0.0, maximum=0.5
     )
     runner_wait: float = setting(
-        30.0, "how long requests wait while there is no runner at all", unit="seconds", minimum=0.0
+        30.0, "how long requests wait while no runner is there or makes progress", unit="seconds", minimum=0.0
     )
     prefix_wait: float = setting(
         10.0,

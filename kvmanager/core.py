@@ -145,9 +145,10 @@ class Core:
         state = self.state
         if state.tiering is not None and state.tiering.comebacks:
             state.admission_due = True  # a request that waits for them may have waited long enough
-        if state.runners:
-            state.last_runner_seen = now
-        elif now - state.last_runner_seen >= state.policy.runner_wait:
+        for runner in state.runners:
+            seen = runner.last_heard if runner.ready else now
+            state.last_runner_seen = max(state.last_runner_seen, seen)
+        if now - state.last_runner_seen >= state.policy.runner_wait:
             reason = submissions.no_runner(state)
             for request in list(state.waiting):
                 admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)

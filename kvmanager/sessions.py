@@ -68,6 +68,7 @@ def register(state: State, hello: Hello, now: float) -> Client:
     if isinstance(hello, RunnerHello):
         client = Runner(state.last_client_id, hello, now)
         state.runners.append(client)
+        state.last_runner_seen = now
     else:
         client = Frontend(state.last_client_id, hello)
     state.clients[client.client_id] = client

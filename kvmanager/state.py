@@ -96,7 +96,7 @@ class State:
         self.last_client_id = 0
         self.last_start_id = 0
         self.last_serial = 0
-        self.last_runner_seen = now  # seconds; for as long as there is none
+        self.last_runner_seen = now  # seconds; when one came, got on (as of the last tick), or left
         self.admission_due = False  # something changed that may let a request start
         self.usual_share = 1.0  # of the tokens that requests may still have, what they come to have
         self.effects = Effects()

@@ -67,7 +67,7 @@ def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Req
         raise Refusal("invalid_request", "a token id is negative or does not fit 32 bits") from None
     if state.pool is None:
         raise Refusal("not_ready", "no runner has registered yet, so there is no block pool", RETRY_AFTER)
-    if not state.runners and now - state.last_runner_seen >= state.policy.runner_wait:
+    if now - state.last_runner_seen >= state.policy.runner_wait:
         raise Refusal("not_ready", no_runner(state), RETRY_AFTER)
     if reason := why_it_never_fits(state, request):
         raise Refusal("can_never_fit", reason)
@@ -80,7 +80,7 @@ def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Req
 
 
 def no_runner(state: State) -> str:
-    return f"no runner has been registered for {state.policy.runner_wait:g} s"
+    return f"no runner has been there, or made progress, for {state.policy.runner_wait:g} s"
 
 
 def find_fault(message: Submit) -> str:

@@ -30,6 +30,7 @@ class AlwaysHeld:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.inode = 0
 
     def held(self) -> bool:
         return True

@@ -181,8 +181,27 @@ def test_without_a_runner_requests_wait_for_a_while() -> None:
     assert (answer.request_id, answer.code) == ("b", "not_ready")
     runner = scene.runner()
     scene.submit(frontend, runner, submission("c", [1]))
+    scene.now = 100.0
+    scene.send(runner, None)
     scene.take(scene.core.tick(100.0))
     assert scene.core.state.last_runner_seen == 100.0
+
+
+def test_behind_a_runner_that_stands_still_requests_wait_for_a_while() -> None:
+    scene = Scene(runner_wait=10.0)
+    runner, frontend = scene.runner(max_num_seqs=1), scene.frontend()
+    scene.submit(frontend, runner, submission("a", [1]))
+    scene.send(frontend, submission("b", [1]))
+    scene.now = 9.0
+    scene.send(runner, None)
+    scene.received(frontend)
+    scene.take(scene.core.tick(18.9))
+    assert not scene.received(frontend)
+    scene.take(scene.core.tick(19.0))
+    (answer,) = scene.received(frontend)
+    assert (answer.request_id, answer.code) == ("b", "not_ready")
+    assert "made progress, for 10 s" in answer.message
+    assert scene.core.state.actives()  # it may go on
 
 
 def test_a_waiting_request_that_no_runner_takes_is_refused_when_one_comes() -> None:

@@ -13,9 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from gpu_runner.config import RunnerConfig
 from services.ready import curl_line, fetch, reason, url_of
-from services.serve import bind, commands, sweep
+from services.serve import RUNNER_LOCK, bind, commands, sweep
 from services.serve_config import ServeConfig
+
+
+def test_the_supervisor_knows_the_lock_that_a_runner_without_a_name_takes() -> None:
+    assert RunnerConfig().full_name == RUNNER_LOCK.format(pid=os.getpid())
+    started = commands(ServeConfig(pool_directory="/pool/{x}"), "/model", 1, {"PAGEKEEPER_NAME": "mine"})
+    assert [command.lock.format(pid=7) for command in started] == [
+        "/pool/{x}/locks/manager",
+        f"/pool/{{x}}/locks/{RUNNER_LOCK.format(pid=7)}",
+        "/pool/{x}/locks/frontend-0",
+    ]
+    assert "PAGEKEEPER_NAME" not in started[1].environ
 
 
 def test_one_manager_and_as_many_runners_and_frontends_as_asked() -> None:
