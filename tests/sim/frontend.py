@@ -1,16 +1,19 @@
 """A frontend's process in the simulator: the real tracker, in a shell like its backend's."""
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Cancel,
     Fenced,
     FrontendHello,
+    Pin,
+    PinsAnswer,
     SamplingParams,
     StatsQuery,
     Submit,
+    Unpin,
     Welcome,
     decode_token_batch,
 )
@@ -42,6 +45,13 @@ class Expected:
         self.losses = losses
 
 
+class Kept(NamedTuple):
+    """A pin. It ends a little later than this says, as it takes time to get to the manager."""
+
+    num_tokens: int
+    expires_at: float  # seconds
+
+
 class Frontend(Process):
     """A turn takes one message, whether from the manager or from a runner."""
 
@@ -50,7 +60,12 @@ class Frontend(Process):
         self.tracker = Tracker(TIMEOUT, MAX_REQUESTS)
         self.expected: dict[Request, Expected] = {}  # live requests
         self.pipes: list[TokenPipe] = []
-        self._outbox: deque[Submit | Cancel | StatsQuery] = deque()
+        self.pins: dict[str, Kept] = {}  # those that the manager has confirmed
+        self._asked: dict[
+            str, tuple[float, Pin | Unpin]
+        ] = {}  # by name, not answered yet; and when it was sent
+        self._queries = 0
+        self._outbox: deque[Submit | Cancel | StatsQuery | Pin | Unpin] = deque()
         self._next_tick = world.now + TICK
         self._ticks = 0
 
@@ -96,6 +111,19 @@ class Frontend(Process):
             if request.done:
                 self._ended(request)
 
+    def pin(self, name: str, tokens: tuple[int, ...], salt: str, ttl: float) -> None:
+        self._ask(Pin(self._queries, name, tokens, salt, ttl))
+
+    def unpin(self, name: str) -> None:
+        self._ask(Unpin(self._queries, name))
+
+    def _ask(self, message: Pin | Unpin) -> None:
+        """One question about a name at a time."""
+        if message.name not in self._asked and self.tracker.connected:
+            self._queries += 1
+            self._asked[message.name] = (self.world.now, message)
+            self._outbox.append(message)
+
     @property
     def pipes_full(self) -> bool:
         return any(pipe.batches for pipe in self.pipes)
@@ -127,12 +155,31 @@ class Frontend(Process):
         message = self.receive()
         if isinstance(message, Welcome):
             self._outbox.clear()  # all of it belongs to an earlier session
+            for name in self._asked:
+                self.pins.pop(name, None)  # nobody knows what became of it
+            self._asked.clear()
             self._apply(self.tracker.connect(self.world.now))
+        elif isinstance(message, PinsAnswer):
+            self._pins_answered(message)
         elif message is not None:
             self._apply(self.tracker.heard(self.world.now, message))
             if isinstance(message, Fenced):
                 self.tracker.disconnect()
                 self.say_hello()
+
+    def _pins_answered(self, answer: PinsAnswer) -> None:
+        """What was confirmed is there until it ends, over any death of the manager."""
+        listed = {pin.name: pin.tokens for pin in answer.pins}
+        sent_at, asked = next(item for item in self._asked.values() if item[1].query_id == answer.query_id)
+        del self._asked[asked.name]
+        self.world.statistics[f"pins {answer.code}".strip()] += isinstance(asked, Pin)
+        if isinstance(asked, Unpin):
+            self.pins.pop(asked.name, None)
+        elif not answer.code:
+            self.pins[asked.name] = Kept(listed[asked.name], sent_at + asked.ttl)
+        for name, kept in self.pins.items():
+            if kept.expires_at > self.world.now and name not in self._asked:
+                assert listed.get(name) == kept.num_tokens, f"pin {name!r} is {kept}, and listed are {listed}"
 
     def _tick(self) -> None:
         self._next_tick = self.world.now + TICK

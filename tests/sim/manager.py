@@ -7,6 +7,7 @@ import msgspec
 
 from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
+from kvmanager.pins import SavedPin
 from kvmanager.protocol import (
     Fenced,
     Hello,
@@ -45,6 +46,7 @@ class Disk:
         self.num_blocks = num_blocks
         self.tier = TierFile(num_slots)
         self.records: list[bytes] = []
+        self.pins: list[SavedPin] = []
         self.locks: dict[str, LockFile] = {}
 
     def acquire(self, name: str) -> LockFile:
@@ -87,6 +89,7 @@ class Manager:
             read = [unpack(record, BLOCK_SIZE) for record in self.disk.records]
             survivors = tuple(self._watched)
             self.core.attach(*restore_pool(self.core_layout, read, survivors), survivors, self._tier())
+            self.core.restore_pins(now, self.disk.pins)
             self._carry_out(self.core.tick(now))
 
     core_layout: Any = None
@@ -175,6 +178,9 @@ class Manager:
                 self.disk.records[block] = record[:20] + self.disk.records[block][20:]
             self._burn()
             self.disk.records[block] = record
+        if effects.pins is not None:
+            self._burn()
+            self.disk.pins = effects.pins
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)
             if peer is not None:

@@ -38,7 +38,17 @@ MET = (
         "stalls",
         "breaks",
     ),
-    *("handed over", "copied tails", "prefix waits", "recomputed tokens", "demotions", "promotions"),
+    *(
+        "pins",
+        "pins pin_budget",
+        "pins not_cached",
+        "handed over",
+        "copied tails",
+        "prefix waits",
+        "recomputed tokens",
+        "demotions",
+        "promotions",
+    ),
 )
 KILLS = ("manager kills", "runner kills", "frontend kills")
 MESSAGES_PER_KILL = 150  # at most, for each kind: 2,000 kills in 300,000 messages

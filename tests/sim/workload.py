@@ -4,6 +4,7 @@ from random import Random
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from kvmanager.protocol import BeamParams, SamplingParams
+from kvmanager.state import Policy
 from tests.sim.model import BLOCK_SIZE, MAX_MODEL_LEN, VOCABULARY
 from tests.sim.runner import Capacity
 
@@ -39,6 +40,7 @@ class Shape(NamedTuple):
     fault_rate: float
     faults: tuple[str, ...]
     cancel_rate: float
+    pin_rate: float
 
 
 def shape(seed: int, random: Random) -> Shape:
@@ -56,15 +58,18 @@ def shape(seed: int, random: Random) -> Shape:
         faults=FAULTS if seed // len(FAULT_RATES) % 3 else (*FAULTS, "nap"),
         fault_rate=FAULT_RATES[seed % len(FAULT_RATES)],
         cancel_rate=random.choice((0.0, 0.002, 0.01)),
+        pin_rate=random.choice((0.0, 0.01)),
     )
 
 
 class Workload:
     """Makes requests; those of one seed share the beginnings of their prompts."""
 
-    def __init__(self, random: Random, num_blocks: int) -> None:
+    def __init__(self, random: Random, shape: Shape) -> None:
         self._random = random
-        self._num_blocks = num_blocks
+        self._usable = shape.num_blocks  # beside all that may be pinned
+        if shape.pin_rate:
+            self._usable -= int(Policy.pin_budget * shape.num_blocks)
         self._stems = [
             [random.randrange(VOCABULARY) for _ in range(MAX_MODEL_LEN // 2)] for _ in range(NUM_STEMS)
         ]
@@ -78,7 +83,7 @@ class Workload:
             random.randrange(VOCABULARY) for _ in range(random.randint(1, 6))
         ]
         num_choices = random.choice((1, 1, 1, 2, 3, MIN_SEATS))
-        longest = max(1, self._num_blocks // num_choices * BLOCK_SIZE - len(prompt))
+        longest = max(1, self._usable // num_choices * BLOCK_SIZE - len(prompt))
         max_tokens = min(random.randint(1, 30), longest, MAX_MODEL_LEN - len(prompt))
         never_fits = random.random() < 0.005
         if never_fits:
@@ -103,12 +108,23 @@ class Workload:
             never_fits=never_fits,
         )
 
+    def pin(self, frontend: "Frontend") -> None:
+        """A beginning that prompts share, under a name of this frontend's; sometimes one is let go of."""
+        random = self._random
+        name = f"{frontend.name} {random.randrange(3)}"
+        if random.random() < 0.3:
+            frontend.unpin(name)
+            return
+        stem = random.choice(self._stems)
+        tokens = tuple(stem[: random.randint(1, len(stem))])
+        frontend.pin(name, tokens, random.choice(SALTS), random.choice((0.5, 5.0, 500.0)))
+
     def disturb(self, frontend: "Frontend") -> None:
         """A client goes away, or has seen a stop string."""
         requests = list(frontend.expected)
         if requests:
             request = self._random.choice(requests)
-            if request.started and self._random.random() < 0.5:
+            if request.started and request.sampling.beam is None and self._random.random() < 0.5:
                 frontend.stop(request, self._random.randrange(len(request.outputs)))
             else:
                 frontend.cancel(request)

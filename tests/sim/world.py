@@ -52,7 +52,7 @@ class World:
         self.connections: list[Connection] = []
         self.contents = checks.Contents(self.cells)
         self.sharing = Sharing(self.statistics)
-        self.workload = Workload(self.random, self.shape.num_blocks)
+        self.workload = Workload(self.random, self.shape)
         self.policy = Policy(max_waiting=200, watermark=0.02, runner_wait=1000.0)
         self.manager: Manager | None = None
         self.manager_from = 0.0  # when it starts again, or goes on
@@ -164,6 +164,8 @@ class World:
             self.workload.disturb(self.random.choice(self.frontends))
         elif chance > 1 - self.shape.cancel_rate - self.shape.fault_rate:
             self._fault()
+        elif chance < SUBMIT_RATE + self.shape.pin_rate:
+            self.workload.pin(self.random.choice(self.frontends))
 
     def _fault(self) -> None:
         match self.random.choice(self.shape.faults):
@@ -328,7 +330,8 @@ class World:
         assert pool is not None
         assert audit(state) == []
         self.contents.check(pool, set(range(pool.num_blocks)))
-        assert pool.counts[FREE] + pool.counts[CACHED] == pool.num_blocks, pool.statistics()
+        unused = pool.counts[FREE] + pool.counts[CACHED]
+        assert unused + len(state.pins.uses) == pool.num_blocks, pool.statistics()
         for block, record in enumerate(self.disk.records):
             kept, want = unpack(record, BLOCK_SIZE), pool.record(block)
             if kept is not None and kept.state == RESERVED and want.state == FREE:
