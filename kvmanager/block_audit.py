@@ -3,7 +3,8 @@ the manager works. A slice also takes its share of the block tables and of the t
 counted is compared when the last block is in the range.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from kvmanager.block_pool import ANYBODY, CACHED, FREE, RESERVED, SEALED, STATE_NAMES, BlockPool
@@ -94,20 +95,22 @@ def _counts(pool: BlockPool) -> Iterator[str]:
 
 
 def _ledger(state: State, pool: BlockPool, part: Slice) -> Iterator[str]:
-    """The ledger says what tables, credits and quarantines say, and nobody else holds anything."""
-    window = set(range(part.first, part.end))
+    """Whoever the ledger lists for these blocks has them, and nobody else that it lists here."""
+    window = range(part.first, part.end)
+    known = {id(holder) for block in window for holder in pool.ledger.holders(block)}
     expected: dict[int, list[Holder]] = {}
+    inside = set(window)
     for holder, blocks in _holdings(state):
-        for block in window.intersection(blocks):
+        for block in inside.intersection(blocks) if id(holder) in known else ():
             expected.setdefault(block, []).append(holder)
-    for block in range(part.first, part.end):
+    for block in window:
         listed, wanted = pool.ledger.holders(block), expected.get(block, [])
         if len(listed) != len(wanted) or set(listed) != set(wanted):
             names = [holder.describe() for holder in listed]
             yield f"block {block} is held by {names} and wanted by {[holder.describe() for holder in wanted]}"
 
 
-def _holdings(state: State) -> Iterator[tuple[Holder, Iterable[int]]]:
+def _holdings(state: State) -> Iterator[tuple[Holder, Collection[int]]]:
     """Everyone who holds blocks, and which."""
     for runner in state.runners:
         yield runner, runner.credits
@@ -126,14 +129,20 @@ def _holdings(state: State) -> Iterator[tuple[Holder, Iterable[int]]]:
 
 
 def _tables(state: State, pool: BlockPool, part: Slice) -> Iterator[str]:
-    """Tables hold their sequences' tokens as far as they are sealed, and blocks to write from there on."""
-    sequences = state.sequences()
-    start, stop = part.share(sum(len(sequence.table) for sequence in sequences))
+    """Whatever anybody has, the ledger says so; and tables hold their sequences' tokens as far as they are
+    sealed, and blocks to write from there on.
+    """
+    holdings = list(_holdings(state))
+    start, stop = part.share(sum(len(blocks) for _, blocks in holdings))
     offset = 0
-    for sequence in sequences:
-        length = len(sequence.table)
-        for index in range(max(start - offset, 0), min(stop - offset, length)):
-            yield from _entry(pool, sequence, index)
+    for holder, blocks in holdings:
+        length = len(blocks)
+        first, end = max(start - offset, 0), min(stop - offset, length)
+        for index, block in enumerate(islice(blocks, first, end), first) if first < end else ():
+            if holder not in pool.ledger.holders(block):
+                yield f"block {block} is held by somebody else than {holder.describe()}"
+            if isinstance(holder, Sequence) and blocks is holder.table:
+                yield from _entry(pool, holder, index)
         offset += length
 
 

@@ -127,8 +127,10 @@ class EventLog:
         )
 
     def trim(self) -> None:
-        """Forget removals that the ring has forgotten; to be called now and then."""
-        if len(self._removals) >= self.size:
+        """Forget the oldest removals; to be called now and then. Half of the events are removals at most, in
+        the long run, and a table that grows further takes long to do so.
+        """
+        if len(self._removals) >= self.size // 2:
             self._removals, self._older_removals = {}, self._removals
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:

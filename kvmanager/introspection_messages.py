@@ -116,7 +116,7 @@ class PlanAnswer(Message, frozen=True, tag=True):
 
 class BlocksQuery(Message, frozen=True, tag=True):
     """Blocks `first` to `first + limit`, with or without what they hold; or slots of the tier, as if they
-    were blocks.
+    were blocks. A page may be shorter than asked for: the next one begins at its end.
     """
 
     query_id: int

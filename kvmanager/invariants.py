@@ -12,7 +12,7 @@ from kvmanager.protocol import MAX_PAGE, AuditPage, AuditQuery
 from kvmanager.requests import RequestState, StartState
 from kvmanager.state import MAX_REMEMBERED, State
 
-MAX_BLOCKS = 256  # of one page
+MAX_BLOCKS = 128  # of one page
 
 
 def audit(state: State) -> list[str]:

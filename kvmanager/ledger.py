@@ -70,7 +70,11 @@ class Ledger:
 
     def ref_counts(self, first: int, end: int) -> bytearray:
         """Of blocks `first` to `end`, each at most 255."""
-        return bytearray([min(count, 255) for count in map(len, self._holders[first:end])])
+        counts = map(len, self._holders[first:end])
+        try:
+            return bytearray(counts)
+        except ValueError:  # one of them is larger
+            return bytearray([min(len(holders), 255) for holders in self._holders[first:end]])
 
     def counts_of(self, blocks: Iterable[int]) -> Iterator[int]:
         """Holders of each of these."""

@@ -27,6 +27,8 @@ from kvmanager.protocol import (
 )
 from kvmanager.state import State
 
+MAX_CONTENT = 1024  # blocks of a page with content, or for a tenant
+
 
 @dataclass(slots=True)
 class Columns:
@@ -80,14 +82,15 @@ class Columns:
 
 
 def blocks_page(state: State, query: BlocksQuery, now: float) -> BlocksPage:
-    """`first` beyond the end gives an empty page."""
+    """`first` beyond the end gives an empty page. One with content is shorter than MAX_PAGE."""
     pool, at = state.pool, state.at()
     if pool is None:
         return BlocksPage(query.query_id, at, 0, 0, 0, 0, b"", b"", (), (), b"")
     tier = state.tiering.tier if state.tiering is not None else None
     total = pool.num_blocks if query.tier == "pool" else tier.num_slots if tier is not None else 0
     first = min(max(query.first, 0), total)
-    end = min(first + min(max(query.limit, 1), MAX_PAGE), total)
+    longest = MAX_CONTENT if query.content or query.tenant else MAX_PAGE
+    end = min(first + min(max(query.limit, 1), longest), total)
     if query.tier == "pool":
         columns = pool_columns(state, pool, query, first, end, now)
     else:

@@ -1,0 +1,174 @@
+"""How long each question holds up the manager, at its longest: a pool of 100,000 blocks, half of it in use by
+64 long sequences, the other half cached.
+
+    python -m tests.bench.bench_introspection [--blocks 100000]
+
+What counts is one message: the core's handling, the records that it makes the daemon write, and the encoding
+of the answer, in processor time. The limit is 2 ms. The collector of garbage is set as in the daemon.
+"""
+
+import argparse
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvmanager import records
+from kvmanager.__main__ import COLLECT_AFTER
+from kvmanager.block_pool import BlockPool
+from kvmanager.core import Core
+from kvmanager.protocol import (
+    MAX_PAGE,
+    PROTOCOL_VERSION,
+    AuditQuery,
+    BlockQuery,
+    BlocksQuery,
+    Choice,
+    Clear,
+    Directives,
+    Ended,
+    EventsQuery,
+    Evict,
+    ExplainQuery,
+    FrontendHello,
+    HoldersQuery,
+    Layout,
+    PlanQuery,
+    Progress,
+    Query,
+    Ready,
+    RequestsQuery,
+    RunnerHello,
+    SamplingParams,
+    StatsQuery,
+    StepReport,
+    Submit,
+    ToManager,
+    Welcome,
+    encode,
+)
+from kvmanager.state import Policy
+from kvmanager.tiers import Content, Tier
+
+BLOCK_SIZE = 16
+LAYOUT = Layout("bench", "bfloat16", BLOCK_SIZE, 30, 3, 64)
+SEQUENCES = 64
+LIMIT = 2.0  # milliseconds
+TENANT = "ab" * 16
+EXPLAINED = 8192  # tokens
+
+
+class Filled:
+    """A core whose pool is full."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.random = random.Random(1)
+        self.num_blocks = num_blocks
+        self.core = Core("bench", "/pool", Policy(watermark=0.0), 0.0)
+        self.core.attach(BlockPool(num_blocks, LAYOUT), tier=Tier(num_blocks, self.kept(num_blocks)))
+        runner = RunnerHello(PROTOCOL_VERSION, "runner", "runner", LAYOUT, SEQUENCES, 1 << 20)
+        frontend = FrontendHello(PROTOCOL_VERSION, "frontend", "frontend", "ipc:///tokens")
+        self.runner, self.frontend = (self.greet(hello) for hello in (runner, frontend))
+        self.call(self.runner, Ready())
+        tokens = num_blocks // 2 // SEQUENCES * BLOCK_SIZE
+        self.prompts = [self.prompt(tokens) for _ in range(SEQUENCES)]
+        for number, prompt in enumerate(self.prompts):
+            self.run(f"cached-{number}", prompt, end=True)
+        for number in range(SEQUENCES):
+            self.run(f"running-{number}", self.prompt(tokens - BLOCK_SIZE), end=False)
+
+    def kept(self, number: int) -> Iterator[tuple[int, Content]]:
+        """What the tier holds."""
+        for slot in range(number):
+            digest = self.random.randbytes(32)
+            yield slot, Content(digest, bytes(32), b"", bytes(4 * BLOCK_SIZE))
+
+    def prompt(self, length: int) -> list[int]:
+        return self.random.choices(range(49152), k=length)
+
+    def greet(self, hello: RunnerHello | FrontendHello) -> int:
+        answer, _ = self.core.hello(0.0, hello)
+        assert isinstance(answer, Welcome)
+        return answer.session.client_id
+
+    def call(self, client: int, message: ToManager) -> list[Any]:
+        effects = self.core.handle(1.0, client, message)
+        pool = self.core.state.pool
+        assert pool is not None
+        for block in effects.records:
+            records.pack(pool.record(block), BLOCK_SIZE)
+        return [answer for _, answer in effects.messages]
+
+    def run(self, name: str, prompt: list[int], end: bool) -> None:
+        """Submit, compute the prompt, and end or not."""
+        sampling = SamplingParams(BLOCK_SIZE, 1)
+        submit = Submit(name, 0, 0.0, tuple(prompt), (Choice(0),), sampling, tenant=TENANT if end else "")
+        answers = self.call(self.frontend, submit)
+        (start,) = (start for each in answers if isinstance(each, Directives) for start in each.starts)
+        report = StepReport(progress=(Progress(start.start_id, 0, (), len(prompt)),))
+        if end:
+            report = StepReport(ended=(Ended(start.start_id, 0, (), len(prompt), "finished"),))
+        self.call(self.runner, report)
+
+    def ask(self, message: Query) -> float:
+        """Milliseconds, without those of the tick before."""
+        self.core.tick(1.0)
+        began = time.thread_time()
+        answers = self.call(self.frontend, message)
+        for answer in answers:
+            encode(answer)
+        return (time.thread_time() - began) * 1e3
+
+
+def questions(filled: Filled) -> dict[str, Callable[[], Iterator[Query]]]:
+    """Each as often as it takes to see all of it."""
+    size, last = filled.num_blocks, filled.core.state.at().sequence
+    prompt = tuple(filled.prompts[3][:EXPLAINED])
+    every, some = range(0, size, MAX_PAGE), range(0, size, 256 * 8)
+    oldest = max(last - 65536, 0)
+
+    def map_pages(**more: Any) -> Iterator[Query]:
+        return (BlocksQuery(1, first, MAX_PAGE, **more) for first in every)
+
+    return {
+        "stats": lambda: iter([StatsQuery(1)] * 20),
+        "map": map_pages,
+        "map with content": lambda: map_pages(content=True),
+        "map of a tenant": lambda: map_pages(content=True, tenant=TENANT),
+        "the tier with content": lambda: map_pages(content=True, tier="disk"),
+        "events": lambda: (EventsQuery(1, "bench", at) for at in range(oldest, last, 1024)),
+        "a block": lambda: (BlockQuery(1, block) for block in range(0, size, 997)),
+        "holders": lambda: iter([HoldersQuery(1)] * 20),
+        "requests": lambda: (RequestsQuery(1, cursor=str(at)) for at in range(0, 2 * SEQUENCES, 4)),
+        "audit": lambda: (AuditQuery(1, first, 256) for first in (*some, size - 256)),
+        f"explain {EXPLAINED} tokens": lambda: iter([ExplainQuery(1, prompt, tenant=TENANT)] * 20),
+        f"plan {EXPLAINED} tokens": lambda: iter([PlanQuery(1, prompt, 16, tenant=TENANT)] * 20),
+        "evict a prefix": lambda: iter([Evict(1, filled_prefix(filled), tenant=TENANT)] * 40),
+        "clear a tenant": lambda: iter([Clear(1, False, TENANT)] * 100),
+        "clear by force": lambda: iter([Clear(1, True)] * 1500),
+    }
+
+
+def filled_prefix(filled: Filled) -> tuple[int, ...]:
+    return tuple(filled.prompts[5][:BLOCK_SIZE])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=int, default=100_000)
+    arguments = parser.parse_args()
+    filled = Filled(arguments.blocks)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
+    print(f"{arguments.blocks} blocks, {SEQUENCES} sequences, events to {filled.core.state.at().sequence}")
+    for name, ask in questions(filled).items():
+        times = sorted(filled.ask(message) for message in ask())
+        middle, longest = times[len(times) // 2], times[-1]
+        mark = "" if longest <= LIMIT else f"  more than {LIMIT:g} ms"
+        print(f"{name:<24}{len(times):>6} times   median {middle:6.3f} ms   longest {longest:6.3f} ms{mark}")
+
+
+if __name__ == "__main__":
+    main()
