@@ -63,6 +63,7 @@ class Server:
         self._scheduler = self._new_scheduler()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._fenced = False
+        self._ready = False  # it has warmed up
         self._draining = False
         self._drain_until: float | None = None  # once the manager was told
         self._dismissed = False  # by the manager: it has all back
@@ -108,7 +109,8 @@ class Server:
         """A new session, or None when this runner is to stop before there is one."""
         deadline = time.monotonic() + self._config.connect_seconds
         while not self._draining:
-            self._client.show_life()
+            if self._ready:  # before that, nobody can say how long things may take
+                self._client.show_life()
             left = deadline - time.monotonic()
             try:
                 return self._client.connect(min(max(left, 0.0), HELLO_WAIT))
@@ -135,6 +137,7 @@ class Server:
             self._receive()
 
         self._engine.warm_up(progress)
+        self._ready = True
         log.info("ready %s", _pairs(warm_up_s=round(time.monotonic() - began, 2)))
 
     # --- the loop -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ it.
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from kvmanager.protocol import Layout
 from kvmanager.records import RecordFile, record_bytes, write_empty
 
 FORMAT = 1
+ALLOCATED_AT_ONCE = 1 << 30  # bytes
 
 
 class PoolFile(msgspec.Struct, frozen=True):
@@ -79,8 +81,11 @@ def remove(pool_directory: str) -> bool:
     return existed
 
 
-def create(pool_directory: str, layout: Layout, pool_bytes: int) -> int:
-    """Make an empty pool, in place of any that is there. Returns its number of blocks.
+def create(
+    pool_directory: str, layout: Layout, pool_bytes: int, progress: Callable[[], None] = lambda: None
+) -> int:
+    """Make an empty pool, in place of any that is there. Returns its number of blocks. `progress` is called
+    now and then: a large pool takes a while.
 
     Raises PagekeeperError ("invalid_request") with the bytes wanted, those free and the setting to change.
     """
@@ -97,7 +102,7 @@ def create(pool_directory: str, layout: Layout, pool_bytes: int) -> int:
         )
     remove(pool_directory)
     try:
-        allocate(root / "kv.bin", num_blocks * layout.block_bytes)
+        allocate(root / "kv.bin", num_blocks * layout.block_bytes, progress)
         write_empty(root / "blocks.meta", num_blocks, layout.block_size)
         data = msgspec.json.encode(PoolFile(FORMAT, num_blocks, msgspec.structs.asdict(layout)))
         write_whole(root / "layout.json", data)
@@ -113,11 +118,13 @@ def create(pool_directory: str, layout: Layout, pool_bytes: int) -> int:
     return num_blocks
 
 
-def allocate(path: Path, size: int) -> None:
+def allocate(path: Path, size: int, progress: Callable[[], None]) -> None:
     """A new file with all its bytes allocated, so that writing to its mapping cannot fail later."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.posix_fallocate(fd, 0, size)
+        for start in range(0, size, ALLOCATED_AT_ONCE):
+            os.posix_fallocate(fd, start, min(ALLOCATED_AT_ONCE, size - start))
+            progress()
     finally:
         os.close(fd)
 

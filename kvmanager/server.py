@@ -206,7 +206,10 @@ class Server:
 
     def _create_pool(self, hello: RunnerHello) -> None:
         """The first runner gives the pool its layout. Raises PagekeeperError."""
-        num_blocks = pool_directory.create(self._config.pool_directory, hello.layout, self._config.pool_bytes)
+        config = self._config
+        num_blocks = pool_directory.create(
+            config.pool_directory, hello.layout, config.pool_bytes, self._lock.touch
+        )
         self._records = pool_directory.open_records(self._config.pool_directory, hello.layout)
         pool = BlockPool(num_blocks, hello.layout, self._log)
         if self._former is not None:

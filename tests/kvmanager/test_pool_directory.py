@@ -128,6 +128,14 @@ def test_too_little_space_names_the_bytes_and_the_setting(
     assert sorted(path.name for path in Path(directory).iterdir()) == ["locks", "sockets"]
 
 
+def test_making_a_large_pool_shows_progress(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_directory, "ALLOCATED_AT_ONCE", LAYOUT.block_bytes)
+    shown: list[None] = []
+    num_blocks = pool_directory.create(directory, LAYOUT, 5 * LAYOUT.block_bytes, lambda: shown.append(None))
+    assert (num_blocks, len(shown)) == (5, 5)
+    assert (Path(directory) / "kv.bin").stat().st_size == 5 * LAYOUT.block_bytes
+
+
 def test_a_mapped_pool_outlives_its_replacement(directory: str) -> None:
     pool_directory.create(directory, LAYOUT, SIZE)
     old = pool_directory.map_blocks(directory, LAYOUT, 10)
