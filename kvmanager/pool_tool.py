@@ -61,8 +61,7 @@ def status(directory: str) -> int:
     """Print what is there."""
     root = opened(directory)
     print(f"pool directory {root}")
-    locks = held_locks(root / "locks", but="") if (root / "locks").is_dir() else ()
-    print(f"  in use by    {', '.join(locks) or 'nobody'}")
+    print(f"  in use by    {', '.join(users(root)) or 'nobody'}")
     if (found := pool_directory.read_layout(directory)) is None:
         print("  no pool: layout.json is missing, damaged or of another format")
         return 1
@@ -85,7 +84,8 @@ def status(directory: str) -> int:
 
 def check(directory: str) -> int:
     """Print every fault; the service would take each for a miss, so that none makes a text wrong."""
-    opened(directory)
+    if found_users := users(opened(directory)):
+        print(f"in use by {', '.join(found_users)}: a record that is being written now may look wrong")
     if (found := pool_directory.read_layout(directory)) is None:
         print("layout.json is missing, damaged or of another format: the next start makes a new pool")
         return 1
@@ -121,8 +121,8 @@ def remove(directory: str) -> int:
     (root / "locks").mkdir(mode=0o700, exist_ok=True)
     lock = HeldLock(lock_path(directory, "manager"))  # a manager that lives refuses this, and none starts now
     try:
-        if users := held_locks(root / "locks", but="manager"):
-            raise PagekeeperError("internal", f"{directory} is in use by {', '.join(users)}; stop them first")
+        if found := users(root, but="manager"):
+            raise PagekeeperError("internal", f"{directory} is in use by {', '.join(found)}; stop them first")
         existed = pool_directory.remove(directory)
         for path in (path for folder in FOLDERS for path in (root / folder).glob("*")):
             if path.name != "manager" and not path.is_dir():
@@ -147,6 +147,11 @@ def opened(directory: str) -> Path:
         text = f"{directory} belongs to user {owner}, not to {os.geteuid()}: run as its owner"
         raise PagekeeperError("internal", text)
     return root
+
+
+def users(root: Path, but: str = "") -> tuple[str, ...]:
+    """Names of the locks that processes hold; `but` is our own."""
+    return held_locks(root / "locks", but=but) if (root / "locks").is_dir() else ()
 
 
 def wrong_sizes(directory: str, layout: Layout, num_blocks: int) -> str:

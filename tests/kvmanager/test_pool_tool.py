@@ -76,6 +76,7 @@ def test_remove_refuses_while_a_process_uses_it(directory: str, capsys: pytest.C
     for name in ("runner-1", "manager"):
         process = hold(lock_path(directory, name))
         assert name in run(capsys, directory, "status")[1]
+        assert f"in use by {name}: a record" in run(capsys, directory, "check")[1]
         code, text = run(capsys, directory, "remove")
         assert code == 1
         assert name in text
