@@ -24,7 +24,7 @@ class TierWorld(World):
         self.copies: list[tuple[Copy, bool]] = []  # under way; whether it is a promotion
         self.knowledge: dict[int, tuple[str, tuple[int, ...]]] = {}  # slot that is written → of what
         self.finishing = False
-        super().__init__(num_blocks, Policy(6, 0.05, 1e9, 100.0, resume))
+        super().__init__(num_blocks, Policy(6, 0.05, 1e9, 100.0, resume, pin_budget=0.4))
 
     @property
     def tier(self) -> Tier:
