@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -99,11 +100,11 @@ def measure(directory: str, num_blocks: int, chain: int) -> tuple[float, float]:
     return answered, started
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.restart", description=__doc__)
     parser.add_argument("--blocks", type=int, default=100_000, help="sealed blocks in the pool")
     parser.add_argument("--times", type=int, default=5, help="how often the manager is killed")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="pk-", dir="/dev/shm") as folder:
         directory = os.path.join(folder, "pool")
         fill(directory, options.blocks)
