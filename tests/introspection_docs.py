@@ -9,6 +9,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from tests.introspection_story import STORIES, Page
 
 MAX_ITEMS = 4  # of a list; more are left out and counted
 MAX_TEXT = 160  # characters of a string
+WHOLE = ("advice", "message")  # but these are never cut
 
 
 def short(value: Any) -> Any:
@@ -25,7 +27,7 @@ def short(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= MAX_TEXT else value[:MAX_TEXT] + "…"
     if isinstance(value, dict):
-        return {name: short(item) for name, item in value.items()}
+        return {name: item if name in WHOLE else short(item) for name, item in value.items()}
     if isinstance(value, list):
         kept = [short(item) for item in value[:MAX_ITEMS]]
         return kept if len(value) <= MAX_ITEMS else [*kept, f"… {len(value) - MAX_ITEMS} more"]
@@ -64,6 +66,7 @@ class Recorder(Page):
     def ask(self, method: str, path: str, body: Any = None, *, quiet: bool = False, lines: int = 0) -> Any:
         """`quiet` shows nothing; `lines`: of a stream, so many are read."""
         url = f"{self._server.url}{path}"
+        body = {} if body is None and method == "POST" else body
         if lines:
             answer, text = None, self._stream(url, lines)
         else:
@@ -75,6 +78,15 @@ class Recorder(Page):
         if not quiet:
             self.parts.append(f"```\n{command(method, path, body)}\n{text}\n```")
         return answer
+
+    @contextmanager
+    def running(self, body: Any) -> Iterator[None]:
+        url = f"{self._server.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            while "content" not in next(lines):
+                continue
+            yield
 
     def _stream(self, url: str, lines: int) -> str:
         shown: list[str] = []
@@ -96,8 +108,6 @@ def command(method: str, path: str, body: Any) -> str:
     words.append(quoted)
     if body is not None:
         words.append("-d " + shlex.quote(json.dumps(short(body), ensure_ascii=False)))
-    elif method == "POST":
-        words.append("-d '{}'")
     return " ".join(words)
 
 

@@ -1,5 +1,6 @@
 """The text of docs/introspection.md, and the requests that it shows."""
 
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 SYSTEM: Final = (
@@ -21,6 +22,10 @@ class Page:
         self.parts.append(text.strip("\n"))
 
     def ask(self, method: str, path: str, body: Any = None, *, quiet: bool = False, lines: int = 0) -> Any:
+        raise NotImplementedError
+
+    def running(self, body: Any) -> AbstractContextManager[None]:
+        """A chat completion that has begun, and goes on meanwhile."""
         raise NotImplementedError
 
     def chat(self, system: str, user: str, **fields: Any) -> Any:
@@ -127,6 +132,8 @@ def warm(page: Page) -> None:
     prompt = {"messages": messages(SYSTEM, "")[:1], "add_generation_prompt": False}
     page.ask("POST", "/kv/warm", prompt)
     page.ask("POST", "/kv/pins", {"name": "porter", **prompt, "ttl": 3600})
+    other = {"prompt": "What the guests of room seven like: coffee without sugar, and to be left alone."}
+    page.ask("POST", "/kv/warm", other, quiet=True)
     page.say("""
 Without `add_generation_prompt` the text ends where the system prompt does, so that any question goes on
 from there. Now let there be pressure, more text than the pool holds:
@@ -135,8 +142,11 @@ from there. Now let there be pressure, more text than the pool holds:
         page.ask("POST", "/kv/warm", {"prompt": [1000 + number] * 700}, quiet=True)
     page.ask("POST", "/kv/explain", {"messages": messages(SYSTEM, "Is there tea?")})
     page.say("""
-Everything else was evicted; the system prompt is there. The pin ends after its `ttl`; say it again now and
-then, or end it:
+The system prompt is there. Another text that had been cached before, and was not pinned, had to go:
+""")
+    page.ask("POST", "/kv/explain", other)
+    page.say("""
+The pin ends after its `ttl`; say it again now and then, or end it:
 """)
     page.ask("GET", "/kv/pins")
     page.say("""
@@ -186,12 +196,15 @@ without a branch.
 
 ### GET /kv/requests and /kv/requests/{id}
 
-Live requests, and those that ended lately; `state`, `limit` and `cursor` choose. With its id (an answer's
-`id`; for further prompts of one call with `-1`, `-2` behind it) one request comes with its block tables.
-`lookup` is what its last lookup found.
+Live requests, and those that ended lately; `state` (one that an answer has, or `live`: all that have not
+ended), `limit` and `cursor` choose; a page may be shorter than its limit, and the end is where `next_cursor`
+is null. With its id (an answer's `id`; for further prompts of one call with `-1`, `-2` behind it) one request
+comes with its block tables. `lookup` is what its last lookup found.
 """)
-    requests = page.ask("GET", "/kv/requests?limit=1")
-    page.ask("GET", f"/kv/requests/{requests['requests'][0]['request_id']}")
+    body = {"messages": messages(SYSTEM, "Tell me a long story."), "max_tokens": 400, "ignore_eos": True}
+    with page.running({"model": page.model, **body}):
+        requests = page.ask("GET", "/kv/requests?state=running&limit=5")
+        page.ask("GET", f"/kv/requests/{requests['requests'][0]['request_id']}")
     page.say("""
 ### GET /kv/holders
 
@@ -258,7 +271,7 @@ true` come `progress` events, then `done`. Who goes away ends it; what was compu
 Drops a prefix with all that follows on it (`prompt` or `messages`; what shares only its beginning stays),
 or all of one `cache_salt`, or with `"all": true` everything. Blocks in use stay (`in_use`).
 """)
-    page.ask("POST", "/kv/evict", {"prompt": [1003] * 700})
+    page.ask("POST", "/kv/evict", {"prompt": [1003] * 16})
 
 
 def clearing(page: Page) -> None:
@@ -269,7 +282,7 @@ Forgets everything, the disk tier's content too: of a tenant its own. While any 
 refused, and says by whom; a pin is a use. With `"force": true` what is in use is no longer found either,
 pins end, and running requests go on unchanged with what they hold.
 """)
-    page.ask("POST", "/kv/clear")
+    page.ask("POST", "/kv/clear", {})
     page.ask("POST", "/kv/clear", {"force": True})
     page.say("""
 ### GET, POST, DELETE /kv/pins

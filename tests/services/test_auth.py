@@ -10,6 +10,7 @@ from kvmanager.protocol import Pin, PinsQuery, Unpin
 from kvmanager.settings import SettingError
 from services.auth import Principal, is_loopback, principals, shows_cache, tenant_of, without_keys
 from services.config import FrontendConfig, Keys, read_keys
+from services.openapi_operations import OPERATIONS
 from tests.services.fake_stack import Stack, says
 
 TENANT = "dab6248be8cb99116b1ca8a4e4d90329"
@@ -130,3 +131,15 @@ def test_without_keys_other_sites_pages_and_names_are_refused() -> None:
         ):
             answer = httpx.get(f"{stack.url}/kv/pins", headers=headers, timeout=20)
             assert answer.status_code == status, headers
+
+
+def test_without_keys_the_cache_is_shown_on_loopback_addresses_only() -> None:
+    """Whatever the route; and nothing reaches the manager."""
+    with Stack(host="0.0.0.0") as stack:
+        for operation in OPERATIONS:
+            if operation.tag == "cache" and not operation.path.startswith("/kv/ui"):
+                path = operation.path.replace("{id}", "1")
+                answer = httpx.request(operation.method, stack.url + path, timeout=20)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), path
+                assert "set admin_keys or api_keys, or host to 127.0.0.1" in answer.text
+        assert stack.manager.cache.questions == []

@@ -8,7 +8,14 @@ import pytest
 
 from kvmanager.errors import HTTP_STATUS
 from services.config import FrontendConfig
-from services.kv_types import PinRequest
+from services.kv_types import (
+    ClearRequest,
+    EvictRequest,
+    PinRequest,
+    PlanRequest,
+    PromptRequest,
+    WarmRequest,
+)
 from services.openai_types import (
     ChatMessage,
     ChatRequest,
@@ -28,6 +35,12 @@ WORDS = {word for name in NAMED for word in re.findall(r"[\w:/{}]+", name)}
 def test_fields(struct: type[msgspec.Struct]) -> None:
     implied = {"role", "content", "name", "return_token_strs"}
     assert set(struct.__struct_fields__) - implied <= WORDS | set(re.findall(r"\w+", PAGE))
+
+
+@pytest.mark.parametrize("struct", [PromptRequest, PlanRequest, WarmRequest, EvictRequest, ClearRequest])
+def test_fields_of_questions_and_commands(struct: type[msgspec.Struct]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "introspection.md").read_text()
+    assert set(struct.__struct_fields__) <= WORDS | set(re.findall(r"\w+", page))
 
 
 def test_error_codes_and_settings() -> None:

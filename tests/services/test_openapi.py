@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -18,11 +19,13 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
+from kvmanager.protocol import Pinned, PinsAnswer
 from services.app import make_routes
 from services.openapi import describe, operation_id
 from services.openapi_operations import OPERATIONS, Operation
 from tests.services.fake_stack import Stack, says
 
+ROOT = Path(__file__).parents[2]
 EXAMPLES = 8  # of each operation
 CHECKS = (
     not_a_server_error,
@@ -46,6 +49,17 @@ def app_operations() -> set[tuple[str, str]]:
 def test_every_route_is_described_and_every_description_has_a_route() -> None:
     described = {(path, method.upper()) for path, item in describe()["paths"].items() for method in item}
     assert described == app_operations()
+
+
+def test_every_question_and_command_has_its_place_in_the_docs() -> None:
+    """With a request as one would type it, but for streams of bytes and the page."""
+    page = (ROOT / "docs" / "introspection.md").read_text()
+    headings = " ".join(re.findall(r"^### (.*)$", page, re.MULTILINE))
+    commands = "\n".join(re.findall(r"^\$ curl .*$", page, re.MULTILINE))
+    for operation in OPERATIONS:
+        if operation.tag == "cache" and not operation.path.startswith("/kv/ui"):
+            assert operation.path in headings, operation.path
+            assert operation.path.split("{")[0] in commands, operation.path
 
 
 def test_every_reference_leads_somewhere_and_refused_fields_are_not_offered() -> None:
@@ -76,6 +90,9 @@ def api() -> Iterator[Any]:
     """The description as a client has it, with a manager behind it whose cache holds something."""
     with Stack() as stack:
         stack.manager.script = says(" a b")
+        stack.manager.pins = lambda message: PinsAnswer(
+            message.query_id, (Pinned(getattr(message, "name", "p"), 2, 32, 60.0),), 2, 25
+        )
         for number in range(4):
             stack.manager.cache.store([number] * 40)
         yield schemathesis.openapi.from_url(f"{stack.url}/openapi.json")
