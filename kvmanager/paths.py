@@ -26,7 +26,10 @@ def prepare(pool_directory: str) -> Path:
             raise PagekeeperError(
                 "internal", f"cannot create the pool directory {directory}: {error}"
             ) from error
-    for directory in (root, root / "locks", root / "sockets"):
+    ours = [root, root / "locks", root / "sockets"]
+    if root.parent.name == Path(default_pool_directory()).parent.name:
+        ours.append(root.parent)  # whoever owns it can put another directory in place of ours
+    for directory in ours:
         status = directory.stat()
         if status.st_uid != os.geteuid():
             raise PagekeeperError(

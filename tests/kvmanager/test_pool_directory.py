@@ -150,6 +150,15 @@ def test_a_directory_that_others_may_enter_is_refused(directory: str) -> None:
         prepare(directory)
 
 
+def test_the_folder_of_all_our_pools_must_be_ours_alone(tmp_path: Path) -> None:
+    parent = tmp_path / f"pagekeeper-{os.getuid()}"
+    parent.mkdir(mode=0o755)
+    with pytest.raises(PagekeeperError, match=r"mode 755.*chmod 700 .*pagekeeper-\d+$"):
+        prepare(str(parent / "default"))
+    parent.chmod(0o700)
+    prepare(str(parent / "default"))
+
+
 def test_a_directory_of_someone_else_is_refused(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
     with pytest.raises(PagekeeperError, match=r"belongs to user .* not to 4242"):
