@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvmanager import liveness
-from kvmanager.client import PROBE_INTERVAL, ClientSession
+from kvmanager.client import PROBE_INTERVAL, ClientSession, ManagerClient
 from kvmanager.errors import PagekeeperError
 from kvmanager.liveness import HeldLock, WatchedLock, held_locks
+from kvmanager.paths import lock_path
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -122,6 +123,33 @@ def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     assert not watched.held()
     assert held_locks(tmp_path, but="other") == ()
     watched.close()
+
+
+def test_a_client_that_gets_on_touches_its_lock_now_and_then(tmp_path: Path) -> None:
+    directory = str(tmp_path / "pool")
+    with ManagerClient("", HELLO, directory) as client:
+        path = lock_path(directory, "f")
+        os.utime(path, (1.0, 1.0))
+        client.show_life()
+        first = path.stat().st_mtime
+        os.utime(path, (2.0, 2.0))
+        client.show_life()
+        assert (first > 2.0, path.stat().st_mtime) == (True, 2.0)
+
+
+def test_a_lock_whose_file_was_removed_no_longer_stands_and_leaves_its_successors_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "name"
+    lock = HeldLock(path)
+    lock.check()
+    path.unlink()
+    with pytest.raises(PagekeeperError, match="another process may have taken this one's place"):
+        lock.check()
+    path.touch()
+    assert not lock.stands
+    lock.release()
+    assert path.exists()
 
 
 def test_looking_at_a_lock_does_not_take_it(tmp_path: Path) -> None:
