@@ -11,6 +11,7 @@ from typing import Literal
 from kvmanager.block_pool import CACHED, BlockPool
 from kvmanager.hashing import NO_SALT, token_array
 from kvmanager.requests import Group
+from kvmanager.tiering import Comeback, Demoter
 from kvmanager.tiers import Tier
 
 Step = Literal["look", "evicted", "in_use"]
@@ -39,16 +40,21 @@ def forget_salts(
                 yield "evicted"
             elif slot % LOOKS == 0:
                 yield "look"
+        for copy in list(tier.demoting.values()):
+            if wanted(copy.content.salt):
+                tier.forget(copy.content.block_hash)
+                yield "look"
 
 
 def forget_block(pool: BlockPool, block: int, force: bool = False) -> Step:
-    """It must be found now."""
+    """It must be found now. What is only being copied is not in use: it is free when that is over."""
     if pool.state[block] == CACHED:
         pool.evict(block)
         return "evicted"
-    if force:
+    copied = all(isinstance(holder, Demoter | Comeback) for holder in pool.ledger.holders(block))
+    if force or copied:
         pool.unfind(block)
-    return "in_use"
+    return "evicted" if copied else "in_use"
 
 
 def forget_prefix(
@@ -99,13 +105,17 @@ def forget_below(tier: Tier, salt: bytes, known: set[bytes], root: bytes, short:
                 stack.append(content.block_hash)
         if slot % LOOKS == 0:
             yield "look"
+    for copy in tier.demoting.values():
+        if copy.content.salt == salt:
+            by_parent.setdefault(copy.content.parent_hash, []).append(copy.content.block_hash)
     done: set[bytes] = set()
     while stack:
         digest = stack.pop()
         if digest not in done:
             done.add(digest)
             stack += by_parent.get(digest, ())
-            if digest in tier.contents_by_hash():
-                tier.forget(digest)
+            kept = digest in tier.contents_by_hash()
+            tier.forget(digest)
+            if kept:
                 yield "evicted"
         yield "look"

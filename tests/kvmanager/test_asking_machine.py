@@ -307,8 +307,7 @@ class AskingMachine(TieringMachine):
             assert done.blockers
             return
         assert not done.more
-        if force or not state.tiering.tier.demoting:
-            assert not left
+        assert not left or (done.in_use and not force)
 
 
 AskingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

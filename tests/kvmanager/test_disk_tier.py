@@ -133,3 +133,16 @@ def test_closing_ends_the_thread_and_drops_what_waits(pool: Path, tier: DiskTier
     again = DiskTier(str(pool.with_name("tier")), DISK_BYTES, LAYOUT, pool)
     assert again.kept == []
     again.close()
+
+
+def test_what_is_erased_is_not_found_after_a_restart(pool: Path, tier: DiskTier) -> None:
+    """In the order in which it was said; what waits at the end is erased all the same."""
+    for slot in (0, 1, 2):
+        tier.demote(Copy(slot, slot, content(slot)))
+    tier.erase(0)
+    wait(tier, 3)
+    tier.erase(2)
+    tier.close()
+    again = DiskTier(str(pool.with_name("tier")), DISK_BYTES, LAYOUT, pool)
+    assert again.kept == [(1, content(1))]
+    again.close()
