@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,16 +126,20 @@ def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     watched.close()
 
 
-def test_a_client_that_gets_on_touches_its_lock_now_and_then(tmp_path: Path) -> None:
-    directory = str(tmp_path / "pool")
+def test_a_client_that_gets_on_touches_its_lock_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, clock = str(tmp_path / "pool"), [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with ManagerClient("", HELLO, directory) as client:
         path = lock_path(directory, "f")
-        os.utime(path, (1.0, 1.0))
-        client.show_life()
-        first = path.stat().st_mtime
-        os.utime(path, (2.0, 2.0))
-        client.show_life()
-        assert (first > 2.0, path.stat().st_mtime) == (True, 2.0)
+        touched = []
+        for now in (10.0, 10.0 + PROBE_INTERVAL / 2, 10.0 + PROBE_INTERVAL):
+            clock[0] = now
+            os.utime(path, (1.0, 1.0))
+            client.show_life()
+            touched.append(path.stat().st_mtime > 1.0)
+        assert touched == [True, False, True]
 
 
 def test_a_lock_whose_file_was_removed_no_longer_stands_and_leaves_its_successors_file(
