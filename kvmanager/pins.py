@@ -181,10 +181,11 @@ class Pins:
             )
         total, budget = self.blocks_with(pin), self.budget(pool)
         if total > budget:
+            makes = "are too many" if message.tenant else f"would make {total} pinned blocks"
             return Fault(
                 "pin_budget",
-                f"{len(pin.blocks)} blocks for pin {pin.name!r} would make {total} pinned blocks, and "
-                f"pin_budget allows {budget} of {pool.num_blocks}; remove a pin, or pin fewer tokens",
+                f"{len(pin.blocks)} blocks for pin {pin.name!r} {makes}, and pin_budget allows {budget} of "
+                f"{pool.num_blocks}; remove a pin, or pin fewer tokens",
             )
         if largest_request > pool.num_blocks - total:
             needs = (
