@@ -10,6 +10,7 @@ from kvmanager.requests import Ended, Request, StartState
 from kvmanager.state import State
 
 MAX_REQUESTS = 256  # of one page
+MAX_DIGITS = 18  # of a cursor
 MAX_ENTRIES = 1 << 14  # entries of block tables that are looked at for one page, but for the last request's
 
 KINDS: dict[StartState, RequestKind] = {
@@ -23,7 +24,8 @@ Item = Request | Ended
 
 def requests_page(state: State, query: RequestsQuery, now: float) -> RequestsPage:
     """From behind `cursor` on. A cursor that is none begins anew."""
-    after = int(query.cursor) if query.cursor.isascii() and query.cursor.isdecimal() else 0
+    cursor = query.cursor
+    after = int(cursor) if cursor.isascii() and cursor.isdecimal() and len(cursor) <= MAX_DIGITS else 0
     known = everything(state)
     wanted = [serial for serial in sorted(known) if serial > after and matches(known[serial], query)]
     page: list[RequestInfo] = []

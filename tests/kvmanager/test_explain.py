@@ -9,8 +9,11 @@ from kvmanager.core import Core
 from kvmanager.event_log import EventLog
 from kvmanager.hashing import salt_digest, tenant_fault
 from kvmanager.protocol import (
+    AuditQuery,
     BlockDetail,
     BlockQuery,
+    BlocksQuery,
+    EventsQuery,
     ExplainQuery,
     Layout,
     PlanQuery,
@@ -216,6 +219,26 @@ def test_requests_that_ended_lately_are_told() -> None:
         StepReport(progress=(Progress(start.start_id, 0, (), 11),), sources_read=((start.start_id, 0),)),
     )
     assert scene.asker.requests()[1].sequences[0].num_computed == 11
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        *(RequestsQuery(1, cursor=cursor) for cursor in ("9" * 5000, "-1", "x", "²", " 1")),
+        RequestsQuery(1, limit=-5),
+        *(BlocksQuery(1, first, limit) for first in (-9, 16, 1 << 62) for limit in (-1, 0, 1 << 62)),
+        *(EventsQuery(1, "boot", after, -3) for after in (-1, 0, 1, 99, 1 << 62)),
+        *(AuditQuery(1, first, limit) for first in (-9, 1 << 62) for limit in (-1, 1 << 62)),
+        *(BlockQuery(1, block) for block in (-1, 16, 1 << 62)),
+        *(PlanQuery(1, (1,), number, number, number) for number in (-1, 0, 1 << 62)),
+        PlanQuery(1, (1,), 1, cache_salt="s" * 9999),
+    ],
+)
+def test_odd_numbers_are_answered(question: Any) -> None:
+    scene = AskedScene()
+    answer = scene.asker.ask(question)
+    assert decode_to_frontend(encode(answer)) == answer
+    assert answer.at.boot_id == "boot"
 
 
 @pytest.mark.parametrize(
