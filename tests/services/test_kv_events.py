@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -258,3 +259,19 @@ def test_a_frontend_that_is_asked_to_stop_does_not_wait_for_its_followers() -> N
         finally:
             process.kill()
             process.communicate()
+
+
+def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is free again, though its connection is still open."""
+    monkeypatch.setattr(kv_events, "MAX_FOLLOWERS", 1)
+    with Stack(client_timeout_seconds=0.5, send_buffer=4096) as stack:
+        url, cache = f"{stack.url}/kv/events", stack.manager.cache
+        port = int(stack.url.rsplit(":", 1)[1])
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", port))
+            deaf.sendall(b"GET /kv/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            wait_until(lambda: httpx.head(url, timeout=20).status_code == 429, "its place taken")
+            for _ in range(400):
+                stack.do(lambda: [cache.remove(number, "evict") for number in cache.store([1] * 48)])
+            wait_until(lambda: httpx.head(url, timeout=20).status_code == 200, "its place free")

@@ -113,7 +113,7 @@ def foreign_hashes(world: KvWorld, tenant: str) -> set[str]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(histories)
 def test_a_tenant_learns_nothing_of_others(history: list[tuple[str, str, list[int], int]]) -> None:
     world = KvWorld()
@@ -151,7 +151,7 @@ def test_a_tenant_learns_nothing_of_others(history: list[tuple[str, str, list[in
             assert answers["map"]["ref_counts"][block] == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(histories)
 def test_a_tenant_follows_its_own_events_only(history: list[tuple[str, str, list[int], int]]) -> None:
     world = KvWorld()
@@ -193,7 +193,7 @@ def follow(stream: str) -> set[str]:
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(histories, st.sampled_from(["evict", "clear", "force", "pins"]))
 def test_a_tenants_commands_leave_others_alone(
     history: list[tuple[str, str, list[int], int]], command: str

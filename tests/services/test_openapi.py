@@ -26,7 +26,7 @@ from services.openapi_operations import OPERATIONS, Operation
 from tests.services.fake_stack import Stack, says
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = 8  # of each operation
+EXAMPLES = 6  # of each operation
 CHECKS = (
     not_a_server_error,
     status_code_conformance,
