@@ -18,7 +18,7 @@ def introspection_routes(context: Context) -> list[Route]:
     return [
         *StateRoutes(context).routes(),
         *PagesRoutes(context, collector).routes(),
-        *ExplainRoutes(context).routes(),
+        *ExplainRoutes(context, collector).routes(),
         *EventsRoute(context, collector).routes(),
         *ControlRoutes(context).routes(),
         *PinsRoute(context).routes(),

@@ -88,9 +88,12 @@ def advise(
     *,
     salt: str = "",
     unsalted_tokens: int = 0,
+    elsewhere: bool = False,
     in_system_prompt: bool = False,
 ) -> str:
-    """`unsalted_tokens`: how many the same text would find without its salt."""
+    """`unsalted_tokens`: how many the same text would find without its salt; `elsewhere`: its first block is
+    there under another salt.
+    """
     total, cached = explanation.num_tokens, explanation.num_cached_tokens
     left = total - cached
     match explanation.reason:
@@ -112,6 +115,12 @@ def advise(
         return (
             f"Nothing of it is cached under this cache_salt, but {unsalted_tokens} of {total} tokens are "
             "without a salt: only requests with the same cache_salt share."
+        )
+    if elsewhere:
+        own = "under this cache_salt" if salt else "without a cache_salt"
+        return (
+            f"Nothing of it is cached {own}, but its first {explanation.block_size} tokens are under another "
+            "one: only requests with the same cache_salt share."
         )
     if found is not None and found.token > 0:
         return _differs(explanation, found, tokens, text, in_system_prompt)

@@ -1,5 +1,6 @@
 """POST /kv/explain and /kv/plan: what a request would find, and what admission would do with it."""
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
@@ -9,7 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvmanager.protocol import MAX_CHOICES, ExplainQuery, Explanation, PlanAnswer, PlanQuery
+from kvmanager.protocol import (
+    MAX_CHOICES,
+    BlocksPage,
+    BlocksQuery,
+    ExplainQuery,
+    Explanation,
+    PlanAnswer,
+    PlanQuery,
+)
 from services import kv_answers
 from services.auth import observer
 from services.call import fit
@@ -18,12 +27,14 @@ from services.context import Context
 from services.errors import invalid
 from services.kv_advice import advise, difference
 from services.kv_ask import ask, ref, reply
+from services.kv_collect import Collector
 from services.kv_prompt import check_prompt, prompt_tokens
 from services.kv_types import PlanRequest, PromptRequest
 from services.openai_types import ChatMessage
 from services.validation import decode_request
 
 MAX_PRIORITY: Final = (1 << 31) - 1
+MAX_SEARCHED: Final = 1 << 14  # blocks of a pool in which other salts are looked for
 LONGEST_SYSTEM_PROMPT: Final = 1 << 15  # tokens; what differs later is not looked for in it
 
 _explain = msgspec.json.Decoder(PromptRequest)
@@ -33,9 +44,10 @@ _plan = msgspec.json.Decoder(PlanRequest)
 class ExplainRoutes:
     """Both."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, collector: Collector) -> None:
         self._context = context
         self._backend = context.backend
+        self._collector = collector
 
     def routes(self) -> list[Route]:
         return [
@@ -50,9 +62,11 @@ class ExplainRoutes:
         tokens = await prompt_tokens(self._context.model, body)
         salt = body.cache_salt or ""
         explanation = await self._explanation(tokens, salt, tenant)
-        unsalted = 0
-        if salt and not explanation.num_cached_tokens:
-            unsalted = (await self._explanation(tokens, "", tenant)).num_cached_tokens
+        unsalted, elsewhere = 0, False
+        if explanation.reason == "never_seen" and not explanation.num_cached_tokens:
+            if salt:
+                unsalted = (await self._explanation(tokens, "", tenant)).num_cached_tokens
+            elsewhere = not unsalted and await self._elsewhere(tokens, explanation, tenant)
         found = difference(explanation, tokens, self._text)
         advice = advise(
             explanation,
@@ -61,6 +75,7 @@ class ExplainRoutes:
             self._text,
             salt=salt,
             unsalted_tokens=unsalted,
+            elsewhere=elsewhere,
             in_system_prompt=found is not None and self._in_system_prompt(body, tokens[: found.token]),
         )
         return reply(explain_answer(explanation, found, advice))
@@ -86,6 +101,18 @@ class ExplainRoutes:
     async def _explanation(self, tokens: tuple[int, ...], salt: str, tenant: str) -> Explanation:
         query = partial(ExplainQuery, token_ids=tokens, cache_salt=salt, tenant=tenant)
         return await ask(self._backend, query, Explanation)
+
+    async def _elsewhere(self, tokens: tuple[int, ...], explanation: Explanation, tenant: str) -> bool:
+        """Whether the first block is cached under another salt; not looked for in a large pool."""
+        first = array("I", tokens[: explanation.block_size]).tobytes()
+        if len(tokens) <= explanation.block_size:
+            return False
+        page = await ask(self._backend, partial(BlocksQuery, limit=1, tenant=tenant), BlocksPage)
+        if page.num_blocks > MAX_SEARCHED:
+            return False
+        contents = (await self._collector.collect(tenant, boot_id=explanation.at.boot_id)).contents
+        rows = zip(contents.tokens, contents.parents, contents.blocks, strict=True)
+        return any(own == first and parent == contents.root and blocks for own, parent, blocks in rows)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._context.model.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -34,14 +34,11 @@ def explain(yours: str, cached: str = "", **fields: Any) -> Explanation:
     )
 
 
-def said(
-    yours: str, cached: str = "", *, salt: str = "", unsalted: int = 0, system: bool = False, **fields: Any
-) -> str:
+def said(yours: str, cached: str = "", *, hints: dict[str, Any] | None = None, **fields: Any) -> str:
+    """The advice; `hints` are what the route knows besides."""
     explanation, tokens = explain(yours, cached, **fields), list(map(ord, yours))
     found = difference(explanation, tokens, text)
-    return advise(
-        explanation, found, tokens, text, salt=salt, unsalted_tokens=unsalted, in_system_prompt=system
-    )
+    return advise(explanation, found, tokens, text, **(hints or {}))
 
 
 def test_a_time_that_differs_is_named_with_both_sides_and_what_it_costs() -> None:
@@ -94,8 +91,10 @@ def test_a_difference_without_a_cause_and_one_in_the_system_prompt() -> None:
         "Token 8 differs: yours has 'A', the cached text 'B'; its block and the 2 after it change, so 26 of "
         "34 tokens are computed. What requests have in common is reused only if it comes first."
     )
-    assert "in the system prompt, yours has 'A'" in said(yours, cached, system=True)
-    assert "Another system prompt shares nothing from there on" in said(yours, cached, system=True)
+    assert "in the system prompt, yours has 'A'" in said(yours, cached, hints={"in_system_prompt": True})
+    assert "Another system prompt shares nothing from there on" in said(
+        yours, cached, hints={"in_system_prompt": True}
+    )
     last = said("x" * 20 + "a" * 12, "x" * 20 + "b" * 12)
     assert "its block, the last one, changes, so 12 of 32 tokens" in last
 
@@ -109,12 +108,17 @@ def test_where_the_cached_text_ends_and_where_it_never_began() -> None:
     assert said("y" * 40) == (
         "Nothing like it is cached: the first request computes all 40 tokens, later ones reuse them."
     )
-    assert said("y" * 40, salt="s").startswith("Nothing like it is cached under this cache_salt")
+    assert said("y" * 40, hints={"salt": "s"}).startswith("Nothing like it is cached under this cache_salt")
     assert said("y" * 9).startswith("The prompt has 9 tokens, a block 16")
     assert said("x" * 48, num_cached_tokens=32, blocks=((1, 1), (2, 1))) == (
         "32 of 48 tokens are cached. What follows was never computed: 16 tokens are new."
     )
-    assert said("y" * 40, salt="s", unsalted=32).startswith(
+    for salt, own in (("", "without a cache_salt"), ("s", "under this cache_salt")):
+        elsewhere = said("y" * 40, hints={"salt": salt, "elsewhere": True})
+        assert elsewhere.startswith(
+            f"Nothing of it is cached {own}, but its first 16 tokens are under another"
+        )
+    assert said("y" * 40, hints={"salt": "s", "unsalted_tokens": 32}).startswith(
         "Nothing of it is cached under this cache_salt, but 32 of 40 tokens are without a salt"
     )
 
