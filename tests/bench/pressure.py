@@ -17,11 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+import httpx
+
 from tests.e2e.server import Server
 from tests.e2e.test_pressure import BLOCK_BYTES, PROMPTS, SAMPLINGS
 
 BLOCK_SIZE: Final = 16
 PROMPT_TOKENS: Final = 44  # at most
+PATIENCE: Final = 900.0  # seconds; a busy machine takes long
 SHARES: Final = {"half": 0.5, "a tenth": 0.1}
 
 
@@ -43,8 +46,9 @@ def prompts(count: int) -> list[str]:
 
 def ask(server: Server, wanted: list[str], tokens: int, sampling: dict[str, Any]) -> list[dict[str, Any]]:
     """All in one call; each choice with `tokens` tokens."""
-    answer: Any = server.complete(wanted, max_tokens=tokens, ignore_eos=True, **sampling)
-    choices: list[dict[str, Any]] = answer["choices"]
+    body = {"model": server.model, "prompt": wanted, "max_tokens": tokens, "ignore_eos": True, **sampling}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+    choices: list[dict[str, Any]] = answer.raise_for_status().json()["choices"]
     return choices
 
 

@@ -1,7 +1,12 @@
-"""Beam search on the served model: as transformers has it, and the same in a batch with others."""
+"""Beam search on the served model: as transformers has it, and the same in a batch with others, under
+pressure and after a death.
+"""
 
+import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -9,10 +14,12 @@ import pytest
 import torch
 
 from tests.e2e.server import Server, wait_until
+from tests.e2e.test_pressure import BLOCK_BYTES
 from tests.gpu_runner.test_model_real import theirs as theirs  # a fixture
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a small dragon who"]
 MAX_TOKENS = 12
+SMALL_POOL = 20  # blocks: one search of three beams may need 16 of them, two need more than there are
 
 
 def search(server: Server, prompt: object, width: int, **fields: Any) -> list[dict[str, Any]]:
@@ -115,3 +122,37 @@ def test_greedy_sampled_and_beam_requests_at_once_give_what_they_give_alone(serv
     for found, wanted in zip(together[2:], alone[2:], strict=True):
         assert_same_search(found, wanted)
     all_blocks_are_back(served)
+
+
+def test_searches_and_choices_under_pressure_and_after_a_death_give_what_they_give_alone(
+    served: Server,
+) -> None:
+    """Together in a pool too small for two of them; then with a runner that is killed in the middle."""
+    prompts = [f"{number}. {text} and then, one day in May," for number, text in enumerate(PROMPTS * 2)]
+    searches: list[Callable[[Server], Any]] = [
+        partial(search, prompt=prompt, width=3, max_tokens=40, ignore_eos=True) for prompt in prompts
+    ]
+
+    def choices(server: Server) -> list[Any]:
+        answer: Any = server.complete(
+            prompts[0], n=3, max_tokens=40, temperature=0.8, min_p=0.05, seed=3, ignore_eos=True
+        )
+        return [choice["text"] for choice in answer["choices"]]
+
+    alone = [call(served) for call in searches]
+    texts = choices(served)
+    with Server(pool_bytes=SMALL_POOL * BLOCK_BYTES, max_model_len=128) as server:
+        *found, sampled = at_once([*(partial(call, server) for call in searches), partial(choices, server)])
+        for each, wanted in zip(found, alone, strict=True):
+            assert_same_search(each, wanted)
+        assert sampled == texts
+        assert server.metrics()["vllm:num_preemptions_total"] > 0
+        all_blocks_are_back(server)
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(searches[0], server), pool.submit(choices, server)]
+            wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] > 3, "the requests to run")
+            os.kill(server.children("gpu_runner")[0], signal.SIGKILL)
+            assert_same_search(answers[0].result(), alone[0])
+            assert answers[1].result() == texts
+        assert server.metrics()["pagekeeper_resubmitted_requests_total"] > 0
+        all_blocks_are_back(server)
