@@ -123,7 +123,9 @@ def blocking(state: State, pool: BlockPool, now: float, tenant: str) -> Iterator
 
 def refusal(state: State, pool: BlockPool, message: Clear, blockers: tuple[HolderInfo, ...]) -> Cleared:
     tables = [sequence.table[: sequence.num_sealed] for sequence in state.sequences(message.tenant)]
+    tables += [[each.source] for each in state.sequences(message.tenant) if each.source is not None]
     tables += [pin.blocks for pin in state.pins.of(message.tenant)]
+    tables += [each.blocks for each in state.quarantines.values() if not message.tenant]
     in_use = len(set().union(*tables))
     return Cleared(
         message.query_id,

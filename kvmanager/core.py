@@ -21,10 +21,12 @@ from kvmanager.protocol import (
     Clear,
     Draining,
     Evict,
+    ExplainQuery,
     Hello,
     Layout,
     Pin,
     PinsQuery,
+    PlanQuery,
     Query,
     Question,
     Ready,
@@ -105,6 +107,9 @@ class Core:
         if isinstance(client, Runner):
             client.last_heard = now
         elif isinstance(message, Question) and client.touched:
+            if isinstance(message, ExplainQuery | PlanQuery) and self.state.waiting.first is not None:
+                self.state.admission_due = True  # as the next tick would: a request may have its turn by now
+                self._get_on(now)
             self._ask(now, client, message)
             return self._effects()  # asking changes nothing, so there is nothing to settle
         if not client.touched:
@@ -228,7 +233,12 @@ class Core:
             self.state.pool.log.now = now + self.unix_offset
 
     def _settle(self, now: float) -> Effects:
-        """After every event: credits for running sequences first, then new starts, then room is made."""
+        """After every event."""
+        self._get_on(now)
+        return self._effects()
+
+    def _get_on(self, now: float) -> None:
+        """Credits for running sequences first, then new starts, then room is made."""
         state = self.state
         if state.pool is not None:
             pressure.grant_credits(state, state.pool)
@@ -237,7 +247,6 @@ class Core:
             pressure.relieve(state, state.pool, now)
             if state.tiering is not None:
                 state.tiering.demote_ahead(state.pool, now)
-        return self._effects()
 
     def _effects(self) -> Effects:
         state = self.state

@@ -266,7 +266,7 @@ class AskingMachine(TieringMachine):
             for block, known in self.world.content.items()
             if pool.state[block] in (CACHED, SEALED)
         }
-        states = pool.state[:]
+        states, hashes = pool.state[:], pool.block_hash[:]
         self.world.commanded = True
         done: Cleared = asker.ask(Evict(1, tuple(prompt), salt, tenant=tenant))
         self.seen["evicted by a command"] += bool(done.evicted)
@@ -274,9 +274,16 @@ class AskingMachine(TieringMachine):
         self.world.forget()
         for block, (owner, tokens) in before.items():
             if owner != tenant + salt or len(tokens) <= least or tokens[:length] != tuple(prompt[:length]):
-                assert pool.block_hash[block], (block, owner, tokens)
+                assert pool.block_hash[block] or self.needed(hashes[block]), (block, owner, tokens)
             elif states[block] == CACHED and self.reachable(before, owner, tokens, length):
                 assert not pool.block_hash[block], (block, owner, tokens)
+
+    def needed(self, digest: bytes) -> bool:
+        """Whether the room was needed for a request that could start by now."""
+        pool = self.world.core.state.pool
+        assert pool is not None
+        removal = pool.log.removal(digest)
+        return removal is None or removal.cause == "capacity"
 
     def reachable(self, content: Any, owner: str, tokens: tuple[int, ...], length: int) -> bool:
         """Whether every block between the evicted prefix and this one is there."""
