@@ -64,7 +64,7 @@ def test_a_clear_is_refused_while_anything_is_used_and_says_by_whom() -> None:
     start, _ = scene.submit(scene.client, scene.worker, submission("busy", [*TEXT, 1], max_tokens=3))
     scene.submit(scene.client, scene.worker, submission("fresh", [3] * 3, max_tokens=3))
     refused: Cleared = scene.asker.ask(Clear(1))
-    assert (refused.code, refused.evicted, refused.in_use) == ("in_use", 0, 2)
+    assert (refused.code, refused.evicted, refused.in_use) == ("in_use", 0, 3)
     assert {(blocker.kind, blocker.name) for blocker in refused.blockers} == {
         ("pin", "kept"),
         ("sequence", "busy"),
