@@ -7,7 +7,8 @@ the manager no longer has is a gap, and a new snapshot follows.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Final
 
@@ -88,7 +89,7 @@ class Follower:
         self._collector = collector
         self._tenant = tenant
 
-    async def events(self, snapshot: bool) -> AsyncIterator[bytes]:
+    async def events(self, snapshot: bool) -> AsyncGenerator[bytes, None]:
         """Pieces of the stream; an empty one now and then while nothing happens. Ends by ApiError only."""
         if snapshot:
             async for piece in self._snapshot(FRESH):
@@ -113,7 +114,7 @@ class Follower:
         )
         return await ask(self._context.backend, query, EventsPage)
 
-    async def _snapshot(self, oldest: float) -> AsyncIterator[bytes]:
+    async def _snapshot(self, oldest: float) -> AsyncGenerator[bytes, None]:
         collection = await self._collector.collect(
             self._tenant, tier=True, oldest=oldest, boot_id=self.at.boot_id
         )
@@ -175,7 +176,7 @@ class EventStream:
     `client_timeout_seconds`, or the frontend stops.
     """
 
-    def __init__(self, route: EventsRoute, context: Context, pieces: AsyncIterator[bytes]) -> None:
+    def __init__(self, route: EventsRoute, context: Context, pieces: AsyncGenerator[bytes, None]) -> None:
         self._route = route
         self._config = context.config
         self._pieces = pieces
@@ -199,13 +200,14 @@ class EventStream:
     async def _send(self, client: ClientLink, stopping: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         said = loop.time()
-        async for piece in self._pieces:
-            if client.gone or stopping():
-                return
-            silent = loop.time() - said >= self._config.keep_alive_seconds
-            if piece or silent:
-                await client.send(piece or KEEP_ALIVE)
-                said = loop.time()
+        async with aclosing(self._pieces) as pieces:
+            async for piece in pieces:
+                if client.gone or stopping():
+                    return
+                silent = loop.time() - said >= self._config.keep_alive_seconds
+                if piece or silent:
+                    await client.send(piece or KEEP_ALIVE)
+                    said = loop.time()
 
 
 def last_words(error: ApiError) -> bytes:
