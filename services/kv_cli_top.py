@@ -88,7 +88,7 @@ class Top:
             ("pool", Group(pool_bar(pool), pool_legend(pool))),
             ("in use", f"{percent(used)}, waste {percent(pool['waste'])}"),
             ("hit rate", with_line(percent(self.hits[-1] if self.hits else None), self.hits, 1.0)),
-            ("output", with_line(f"{self.rates[-1] if self.rates else 0:.1f} tokens/s", self.rates, None)),
+            ("output", with_line(f"{speed(self.rates)} tokens/s", self.rates, None)),
             ("requests", request_counts(self.stats["requests"])),
             ("runners", runners(self.stats.get("runners", []))),
         ]
@@ -100,8 +100,13 @@ class Top:
         """One line for a script. Raises ServerError where there is nothing to say."""
         if self.error or self.stats is None:
             raise ServerError(self.error)
-        speed = round(self.rates[-1], 1) if self.rates else None
-        return {"stats": self.stats, "requests": self.requests, "output_tokens_per_second": speed}
+        rate = round(self.rates[-1], 1) if self.rates else None
+        return {"stats": self.stats, "requests": self.requests, "output_tokens_per_second": rate}
+
+
+def speed(rates: deque[float]) -> str:
+    """The last one; after one look there is none."""
+    return f"{rates[-1]:.1f}" if rates else "–"
 
 
 def with_line(text: str, values: deque[float], top: float | None) -> RenderableType:
@@ -170,5 +175,5 @@ def figures(top: Top) -> str:
     return (
         f"blocks: {amount(used)} in use, {amount(pool['cached'])} cached, {amount(pool['free'])} free; "
         f"hit rate {percent(top.hits[-1] if top.hits else None)}; "
-        f"{top.rates[-1] if top.rates else 0:.1f} tokens/s; {request_counts(requests_)}"
+        f"{speed(top.rates)} tokens/s; {request_counts(requests_)}"
     )

@@ -19,6 +19,12 @@ STATES: Final = (
 BAR: Final = 40  # characters
 TEXT_WIDTH: Final = 60  # least width of a column of text
 MAX_STRIP: Final = 2000  # blocks of a prompt that are shown
+SIGNS: Final = {
+    "stored": ("+", "green"),
+    "removed": ("−", "red"),
+    "cleared": ("×", "red"),
+    "snapshot": ("=", "cyan"),
+}
 STRIP: Final = {
     "hit": ("█", "green", "hit"),
     "disk": ("▓", "cyan", "from the disk tier"),
@@ -271,7 +277,7 @@ def pins(answer: Json) -> RenderableType:
 
 def event(found: Event, clock: str) -> Text:
     """One line."""
-    sign, colour = {"stored": ("+", "green"), "removed": ("−", "red")}.get(found.name, ("×", "yellow"))
+    sign, colour = SIGNS.get(found.name, ("!", "yellow"))
     data = found.data
     line = Text.assemble((clock, "bright_black"), (f" {sign} {found.name:<8}", colour))
     if found.name == "snapshot":
