@@ -34,10 +34,10 @@ from kvmanager.block_pool import BlockPool
 from kvmanager.errors import PagekeeperError
 from kvmanager.event_log import RawEvent
 
-MAX_BATCH: Final = 512  # events
+MAX_BATCH: Final = 256  # events; also of replays between which the manager does its own work
 MAX_KEPT: Final = 10_000  # batches, for replays
 MAX_RECEIVED: Final = 256  # messages at a time
-MAX_REPLAYED: Final = 32  # batches at a time, between which the manager does its own work
+MAX_REPLAYED: Final = 64  # batches at a time
 MAX_REPLAYS: Final = 64  # at once; of more the oldest gives up, and its follower asks again
 HIGH_WATER_MARK: Final = 10_000  # messages of a follower that does not read: further ones are lost to it
 MEDIUM: Final = "GPU"
@@ -69,7 +69,9 @@ class EventPublisher:
         self._subscriptions: set[bytes] = set()
         self._kept: deque[Batch] = deque(maxlen=MAX_KEPT)
         self._next = first  # sequence number of the next batch
-        self._replays: dict[bytes, Iterator[tuple[bytes, bytes]]] = {}  # what is still to be sent to whom
+        self._replays: dict[
+            bytes, Iterator[tuple[bytes, Batch | None]]
+        ] = {}  # what is still to be sent to whom
         self._known: set[bytes] = set()  # hashes that were published as stored
         self._pool: BlockPool | None = None
         self._seen = 0  # the last event of the pool that is published or passed over
@@ -196,37 +198,32 @@ class EventPublisher:
             return
         identity = next(iter(self._replays))
         replay = self._replays.pop(identity)
-        for number, payload in islice(replay, MAX_REPLAYED):
-            self._answer(identity, number, payload)
-            if number == END:
+        encoded = 0
+        for number, batch in islice(replay, MAX_REPLAYED):
+            payload = encode_batch(batch) if batch is not None else b""
+            self._replay.send_multipart((identity, b"", number, payload), zmq.DONTWAIT)
+            if batch is None:
                 return
+            encoded += len(batch[2])
+            if encoded >= MAX_BATCH:
+                break
         self._replays[identity] = replay
 
-    def _replay_from(self, start: int) -> Iterator[tuple[bytes, bytes]]:
-        """Numbers and payloads. Where not all is left that was published since, first what is found now,
-        under the last numbers before the next.
+    def _replay_from(self, start: int) -> Iterator[tuple[bytes, Batch | None]]:
+        """Numbers and batches. Where not all is left that was published since, first what is found now, under
+        the last numbers before the next.
         """
         if start < self._next - len(self._kept) and self._pool is not None:
             start = self._next
             known = list(self._known)
             parts = [known[at : at + MAX_BATCH] for at in range(0, len(known), MAX_BATCH)]
-            yield numbered(start - len(parts) - 1), encode_batch((self._pool, self._pool.log.now, [CLEARED]))
+            yield numbered(start - len(parts) - 1), (self._pool, self._pool.log.now, [CLEARED])
             for place, part in enumerate(parts):
-                yield numbered(start - len(parts) + place), self._encode_found(self._pool, part)
+                yield numbered(start - len(parts) + place), found_of(self._pool, part)
         while start < self._next and (place := start - self._next + len(self._kept)) >= 0:
-            yield numbered(start), encode_batch(self._kept[place])
+            yield numbered(start), self._kept[place]
             start += 1
-        yield END, b""
-
-    def _encode_found(self, pool: BlockPool, digests: list[bytes]) -> bytes:
-        """What of these is still found; the removal of others has been published by now."""
-        found = [block for digest in digests if (block := pool.index.find(digest)) is not None]
-        events = [event_of(pool, block) for block in found]
-        return encode_batch((pool, pool.log.now, events))
-
-    def _answer(self, identity: bytes, number: bytes, payload: bytes) -> None:
-        """What the follower has no room for is lost to it; it asks again."""
-        self._replay.send_multipart((identity, b"", number, payload), zmq.DONTWAIT)
+        yield END, None
 
 
 def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
@@ -236,6 +233,12 @@ def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
             yield socket.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
             return
+
+
+def found_of(pool: BlockPool, digests: list[bytes]) -> Batch:
+    """What of these is still found; the removal of others has been published by now."""
+    found = [block for digest in digests if (block := pool.index.find(digest)) is not None]
+    return (pool, pool.log.now, [event_of(pool, block) for block in found])
 
 
 def event_of(pool: BlockPool, block: int) -> RawEvent:
