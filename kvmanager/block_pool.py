@@ -209,10 +209,6 @@ class BlockPool:
         self.cached.remove(block)
         self.backed.append(block)
 
-    def transfer(self, block: int, holder: Holder, successor: Holder) -> None:
-        """`successor` holds the block instead of `holder`; nothing else changes."""
-        self.ledger.replace(block, holder, successor)
-
     def release(self, block: int, holder: Holder) -> None:
         """`holder` no longer needs the block. After the last one it is cached if it is sealed, else free.
 

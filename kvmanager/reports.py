@@ -174,7 +174,7 @@ def apply(
     for taken, sequence in zip(report.taken, sequences, strict=False):
         for block, _ in taken.blocks:
             runner.credits.remove(block)
-            pool.transfer(block, runner, sequence)
+            pool.ledger.replace(block, runner, sequence)
             sequence.table.append(block)
     for block, _ in report.returned:
         runner.credits.remove(block)
@@ -213,7 +213,7 @@ def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockP
     shared = sequence.table[item.index]
     assert pool.state[shared] == RESERVED
     runner.credits.remove(block)
-    pool.transfer(block, runner, sequence)
+    pool.ledger.replace(block, runner, sequence)
     sequence.table[item.index] = block
     pool.release(shared, sequence)
 
