@@ -214,16 +214,29 @@ class EventPublisher:
         the last numbers before the next.
         """
         if start < self._next - len(self._kept) and self._pool is not None:
-            start = self._next
-            known = list(self._known)
-            parts = [known[at : at + MAX_BATCH] for at in range(0, len(known), MAX_BATCH)]
-            yield numbered(start - len(parts) - 1), (self._pool, self._pool.log.now, [CLEARED])
-            for place, part in enumerate(parts):
-                yield numbered(start - len(parts) + place), found_of(self._pool, part)
+            pool, start = self._pool, self._next
+            first = start + -pool.num_blocks // MAX_BATCH
+            yield numbered(first - 1), (pool, pool.log.now, [CLEARED])
+            told: set[bytes] = set()
+            for number in range(first, start):
+                block = (number - first) * MAX_BATCH
+                yield numbered(number), self._found(pool, range(block, block + MAX_BATCH), told)
         while start < self._next and (place := start - self._next + len(self._kept)) >= 0:
             yield numbered(start), self._kept[place]
             start += 1
         yield END, None
+
+    def _found(self, pool: BlockPool, blocks: range, told: set[bytes]) -> Batch:
+        """What these blocks hold that was published and is not `told`. What comes and goes meanwhile is
+        published behind it.
+        """
+        events = []
+        for block in blocks[: max(pool.num_blocks - blocks.start, 0)]:
+            digest = pool.block_hash[block]
+            if digest in self._known and digest not in told and block not in pool.unfound:
+                told.add(digest)
+                events.append(event_of(pool, block))
+        return (pool, pool.log.now, events)
 
 
 def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
@@ -233,12 +246,6 @@ def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
             yield socket.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
             return
-
-
-def found_of(pool: BlockPool, digests: list[bytes]) -> Batch:
-    """What of these is still found; the removal of others has been published by now."""
-    found = [block for digest in digests if (block := pool.index.find(digest)) is not None]
-    return (pool, pool.log.now, [event_of(pool, block) for block in found])
 
 
 def event_of(pool: BlockPool, block: int) -> RawEvent:
