@@ -228,7 +228,8 @@ Server-sent events: first `snapshot`, in parts of which only the `last` one has 
 already: another copy of it took its place. A client that comes back with `Last-Event-ID` goes on from
 there. If the manager no longer has what follows, or is another, `gap` says so, and a new snapshot follows.
 `snapshot=0` leaves the first one out. After `keep_alive_seconds` of silence a comment is sent. A client
-that does not read is dropped; `error` is the last event of a stream that cannot go on.
+that does not read is dropped; `error` is the last event of a stream that cannot go on. Routers made for
+vLLM follow a ZeroMQ socket instead: see [kv_events.md](kv_events.md).
 """)
     page.ask("GET", "/kv/events", lines=3)
 
