@@ -22,7 +22,7 @@ A batch is encoded only if somebody subscribes or asks for a replay.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -92,12 +92,14 @@ class EventPublisher:
         self._seen = 0
         self._start_over(pool, now)
 
-    def turn(self) -> None:
-        """Read what came, publish what is new, and go on with replays."""
-        self._read_subscriptions()
+    def turn(self, ready: Container[object]) -> None:
+        """Publish what is new, and go on with replays; read those of the `sockets` that are ready."""
+        if self._publish in ready:
+            self._read_subscriptions()
         if self._pool is not None:
             self._follow(self._pool)
-        self._read_requests()
+        if self._replay in ready:
+            self._read_requests()
         self._go_on_replaying()
 
     def close(self) -> None:

@@ -104,7 +104,8 @@ class Server:
         next_look = time.monotonic()
         while not self._stopping:
             busy = self._publisher is not None and self._publisher.busy
-            if self._poller.poll(0 if busy else int(TICK * 1000)):
+            ready = {socket for socket, _ in self._poller.poll(0 if busy else int(TICK * 1000))}
+            if ready:
                 self._receive()
                 self._end_copies()
             if (now := time.monotonic()) >= next_look:
@@ -114,7 +115,7 @@ class Server:
                 self._watch(now)
                 self._carry_out(self._core.tick(now))
             if self._publisher is not None:
-                self._publisher.turn()
+                self._publisher.turn(ready)
         log.info("event=stop")
 
     def stop(self, signum: int = 0, frame: FrameType | None = None) -> None:

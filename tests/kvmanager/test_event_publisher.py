@@ -146,7 +146,7 @@ class Place:
         self.start(restored)
 
     def turn(self) -> None:
-        self.publisher.turn()
+        self.publisher.turn(self.publisher.sockets)
 
     def store(self, chance: random.Random) -> None:
         """A new block, full or not, behind another one or at the beginning; perhaps a copy of one."""
