@@ -12,7 +12,6 @@ from typing import Literal
 from kvmanager.block_pool import RESERVED, BlockPool
 from kvmanager.block_table import Sequence
 from kvmanager.clients import Runner
-from kvmanager.hashing import token_array
 from kvmanager.protocol import (
     MAX_CHOICES,
     BlockRef,
@@ -100,7 +99,7 @@ class ReportCheck:
         tokens, table, size = sequence.tokens, sequence.table, self._pool.block_size
         before, computed = sequence.num_computed, item.num_computed_tokens
         try:
-            tokens.extend(token_array(item.new_token_ids))
+            tokens.extend(item.new_token_ids)
         except OverflowError:
             raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}") from None
         if computed < before or computed > len(tokens) or computed > len(table) * size:
