@@ -43,6 +43,7 @@ class EventLog:
     """
 
     __slots__ = (
+        "_looked_up_to",
         "_older_removals",
         "_removals",
         "_ring",
@@ -63,6 +64,7 @@ class EventLog:
         self.other_layout: dict[bytes, float] = {}
         """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
         self._ring: list[RawEvent] = [()] * size
+        self._looked_up_to = 0  # number of the last event that was looked at for `_removals`, when asked
         self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
         self._older_removals: dict[
             bytes, int
@@ -107,7 +109,6 @@ class EventLog:
             self.cause,
             self.asker,
         )
-        self._removals[block_hash] = number
 
     def cleared(self) -> None:
         """Nothing is found any more."""
@@ -135,6 +136,11 @@ class EventLog:
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""
+        for number in range(max(self._looked_up_to, self.last - self.size) + 1, self.last + 1):
+            kept = self._ring[number % self.size]
+            if kept[2] == "removed":
+                self._removals[kept[4]] = number
+        self._looked_up_to = self.last
         number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
         return _event(self._ring[number % self.size]) if number and self.has(number - 1) else None
 
