@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from kvmanager.event_log import DEFAULT_RING
+from kvmanager.asking.event_log import DEFAULT_RING
 from kvmanager.paths import default_pool_directory
 from kvmanager.settings import parse_bytes, setting
-from kvmanager.tiering import RESUME_CHOICES
+from kvmanager.tier.tiering import RESUME_CHOICES
 
 
 @dataclass(frozen=True)

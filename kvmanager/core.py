@@ -12,10 +12,8 @@ The caller carries effects out in their order: records, messages, copies, then s
 
 from collections.abc import Callable
 
-from kvmanager import admission, commands, introspection, pressure, reports, sessions, submissions
-from kvmanager.block_pool import BlockPool
-from kvmanager.clients import Frontend, Quarantine, Runner
-from kvmanager.pins import SavedPin
+from kvmanager.asking import commands, introspection
+from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     Cancel,
     Clear,
@@ -38,9 +36,12 @@ from kvmanager.protocol import (
     Unpin,
     Welcome,
 )
+from kvmanager.scheduling import admission, pressure, reports, sessions, submissions
+from kvmanager.scheduling.clients import Frontend, Quarantine, Runner
+from kvmanager.scheduling.pins import SavedPin
 from kvmanager.state import Effects, Policy, State
-from kvmanager.tiering import Tiering
-from kvmanager.tiers import Copy, Tier
+from kvmanager.tier.tiering import Tiering
+from kvmanager.tier.tiers import Copy, Tier
 
 
 class Core:

@@ -30,9 +30,9 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvmanager.block_pool import BlockPool
+from kvmanager.asking.event_log import RawEvent
 from kvmanager.errors import PagekeeperError
-from kvmanager.event_log import RawEvent
+from kvmanager.pool.block_pool import BlockPool
 
 MAX_BATCH: Final = 256  # events; also of replays between which the manager does its own work
 MAX_KEPT: Final = 10_000  # batches, for replays

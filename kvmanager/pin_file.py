@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvmanager.hashing import HASH_BYTES
-from kvmanager.pins import MAX_NAME_CHARS, SavedPin
+from kvmanager.pool.hashing import HASH_BYTES
 from kvmanager.pool_directory import write_whole
+from kvmanager.scheduling.pins import MAX_NAME_CHARS, SavedPin
 
 FORMAT = 1
 

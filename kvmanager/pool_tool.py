@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmanager import pool_directory
-from kvmanager.block_pool import SEALED, BlockPool, BlockRecord
 from kvmanager.errors import PagekeeperError
-from kvmanager.hashing import TOKEN_BYTES
 from kvmanager.liveness import HeldLock, held_locks
 from kvmanager.paths import default_pool_directory, lock_path
+from kvmanager.pool.block_pool import SEALED, BlockPool, BlockRecord
+from kvmanager.pool.hashing import TOKEN_BYTES
 from kvmanager.protocol import Layout
 from kvmanager.restore import is_content
 from kvmanager.settings import load, setting

@@ -7,11 +7,11 @@ is damaged and so does not say which), else it is free.
 
 from collections.abc import Sequence
 
-from kvmanager.block_pool import FREE, RESERVED, SEALED, BlockPool, BlockRecord
-from kvmanager.clients import Quarantine, owner_tag
-from kvmanager.event_log import EventLog
-from kvmanager.hashing import TOKEN_BYTES, block_hash, root_hash
+from kvmanager.asking.event_log import EventLog
+from kvmanager.pool.block_pool import FREE, RESERVED, SEALED, BlockPool, BlockRecord
+from kvmanager.pool.hashing import TOKEN_BYTES, block_hash, root_hash
 from kvmanager.protocol import Layout
+from kvmanager.scheduling.clients import Quarantine, owner_tag
 
 DAMAGED = ""  # the quarantine that waits for every survivor; no lock has this name
 

@@ -17,15 +17,14 @@ import msgspec
 import zmq
 
 from kvmanager import pin_file, pool_directory, restore
-from kvmanager.block_pool import BlockPool, BlockRecord
+from kvmanager.asking.event_log import EventLog
 from kvmanager.config import ManagerConfig
 from kvmanager.core import Core
-from kvmanager.disk_tier import DiskTier
 from kvmanager.errors import PagekeeperError
-from kvmanager.event_log import EventLog
 from kvmanager.event_publisher import EventPublisher
 from kvmanager.liveness import HeldLock, WatchedLock, held_locks
 from kvmanager.paths import events_endpoint, lock_path, manager_endpoint, prepare, replay_endpoint
+from kvmanager.pool.block_pool import BlockPool, BlockRecord
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     Fenced,
@@ -39,7 +38,8 @@ from kvmanager.protocol import (
 )
 from kvmanager.records import RecordFile
 from kvmanager.state import Effects, Policy
-from kvmanager.tiers import Tier
+from kvmanager.tier.disk_tier import DiskTier
+from kvmanager.tier.tiers import Tier
 
 TICK: Final = 0.05  # seconds; also how soon a death is noticed
 MAX_BATCH: Final = 256  # messages between two looks at the clock and the locks

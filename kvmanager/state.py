@@ -5,16 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvmanager.block_pool import BlockPool
-from kvmanager.block_table import Sequence
-from kvmanager.clients import Client, Frontend, Quarantine, Runner
-from kvmanager.hashing import tenant_bytes
-from kvmanager.in_flight import InFlight
-from kvmanager.pins import Pins, SavedPin
+from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.block_table import Sequence
+from kvmanager.pool.hashing import tenant_bytes
 from kvmanager.protocol import At
-from kvmanager.requests import ActiveStart, Ended, Request, RequestState, StartState, WaitingQueue
-from kvmanager.tiering import Tiering
-from kvmanager.tiers import Copy
+from kvmanager.scheduling.clients import Client, Frontend, Quarantine, Runner
+from kvmanager.scheduling.in_flight import InFlight
+from kvmanager.scheduling.pins import Pins, SavedPin
+from kvmanager.scheduling.requests import ActiveStart, Ended, Request, RequestState, StartState, WaitingQueue
+from kvmanager.tier.tiering import Tiering
+from kvmanager.tier.tiers import Copy
 
 MAX_ENDED = 256  # requests that are gone, kept for those who ask
 MAX_REMEMBERED = 8192  # requests that are gone, kept to answer a repeated Submit

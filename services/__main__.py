@@ -15,7 +15,7 @@ from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
 from services.config import FrontendConfig, read_keys, redis_url
 from services.http_protocol import bounded_head
-from services.redis_journal import check_url
+from services.streams.redis_journal import check_url
 
 CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
 BACKLOG = 2048  # connections

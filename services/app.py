@@ -15,32 +15,32 @@ from starlette.routing import Route
 from kvmanager.client import AsyncManagerClient, socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import PROTOCOL_VERSION, FrontendHello
+from services.api.chat import ChatRoute
+from services.api.completions import CompletionsRoute
+from services.api.models import ModelsRoute
+from services.api.tokens import TokensRoute
 from services.auth import ApiKeys
 from services.backend import Backend
-from services.chat import ChatRoute
-from services.chat_template import ChatTemplate
-from services.completions import CompletionsRoute
 from services.config import FrontendConfig, redis_url, split_list
 from services.context import Context, ServedModel
 from services.errors import ApiError
-from services.file_journal import FileJournals
 from services.handlers import on_api_error, on_http_exception, on_pagekeeper_error, on_unexpected
 from services.health import HealthRoute
-from services.introspection import introspection_routes
-from services.journal import Journals
+from services.kv.page import UiRoutes
+from services.kv.routes import introspection_routes
 from services.metrics import Metrics
-from services.model_files import model_facts
-from services.models import ModelsRoute
 from services.openapi import openapi_route
-from services.redis_journal import RedisJournals
 from services.request_id import HEADER, RequestIds
-from services.stream_tail import STREAM_ID
-from services.streams import Streams
-from services.streams_route import StreamsRoute
-from services.tokenizer import load_tokenizer
-from services.tokens import TokensRoute
+from services.streams.file_journal import FileJournals
+from services.streams.journal import Journals
+from services.streams.redis_journal import RedisJournals
+from services.streams.registry import Streams
+from services.streams.route import StreamsRoute
+from services.streams.tail import STREAM_ID
+from services.text.chat_template import ChatTemplate
+from services.text.model_files import model_facts
+from services.text.tokenizer import load_tokenizer
 from services.tracker import Tracker
-from services.ui_routes import UiRoutes
 
 
 def load_model(config: FrontendConfig) -> ServedModel:

@@ -27,7 +27,7 @@ from kvmanager.protocol import (
     Submit,
     decode_token_batch,
 )
-from services.generation import Generation
+from services.api.generation import Generation
 from services.metrics import (
     GENERATION_TOKENS,
     ITL,

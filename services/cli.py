@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from kvmanager.settings import load
-from services import model_source
-from services.model_files import ModelError
-from services.serve import serve
-from services.serve_config import ServeConfig
+from services.supervisor.serve import serve
+from services.supervisor.serve_config import ServeConfig
+from services.text import model_source
+from services.text.model_files import ModelError
 
 USAGE = """usage: pagekeeper COMMAND [OPTION ...]
 
@@ -53,13 +53,13 @@ def serve_command(argv: Sequence[str]) -> int:
 
 
 def chat_command(argv: Sequence[str]) -> int:
-    from services.chat_client import main as chat
+    from services.terminal.chat_client import main as chat
 
     return chat(argv)
 
 
 def kv_command(argv: Sequence[str]) -> int:
-    from services.kv_cli import main as kv
+    from services.terminal.kv import main as kv
 
     return kv(argv)
 

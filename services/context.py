@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from services.backend import Backend
-from services.chat_template import ChatTemplate
 from services.config import FrontendConfig
 from services.errors import ApiError
 from services.metrics import Metrics
-from services.tokenizer import Tokenizer
+from services.text.chat_template import ChatTemplate
+from services.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ import zmq
 
 from kvmanager.client import default_pool_directory, manager_endpoint
 from kvmanager.protocol import Fenced, Session, decode_to_frontend, encode
-from services.lock_files import held
-from services.ready import fetch
+from services.supervisor.lock_files import held
+from services.supervisor.ready import fetch
 
 TIMEOUT = 2.0  # seconds
 

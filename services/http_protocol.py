@@ -1,6 +1,6 @@
 """What uvicorn leaves open: how long a request's head may be, and how long it may take to come.
 
-A body has its limits in `services.validation`; the head is read before there is a request to refuse.
+A body has its limits in `services.api.validation`; the head is read before there is a request to refuse.
 """
 
 import asyncio

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from services.api.openai_types import REFUSED, REFUSED_IN_MESSAGE, REFUSED_IN_PART
+from services.api.validation import MAX_SALT_CHARS, RANGES
 from services.auth import is_open
-from services.openai_types import REFUSED, REFUSED_IN_MESSAGE, REFUSED_IN_PART
 from services.openapi_operations import ERROR, OPERATIONS, Operation, Parameter, Schema
-from services.validation import MAX_SALT_CHARS, RANGES
 
 PATH: Final = "/openapi.json"
 JSON: Final = "application/json"

@@ -5,12 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-from services import kv_answers, kv_state_answers, kv_types
-from services.errors import ErrorEnvelope
-from services.kv_pages import MAX_BLOCK_ID, MAX_CURSOR_CHARS, MAX_LEVELS, MAX_MAP, MAX_NODES, MAX_QUERY_CHARS
-from services.kv_state import REQUEST_STATES
-from services.kv_tree import SORTS
-from services.openai_responses import (
+from services.api.openai_responses import (
     ChatCompletion,
     Completion,
     DeletedStream,
@@ -19,7 +14,12 @@ from services.openai_responses import (
     Text,
     Tokens,
 )
-from services.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from services.api.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from services.errors import ErrorEnvelope
+from services.kv import answers, state_answers, types
+from services.kv.pages import MAX_BLOCK_ID, MAX_CURSOR_CHARS, MAX_LEVELS, MAX_MAP, MAX_NODES, MAX_QUERY_CHARS
+from services.kv.state import REQUEST_STATES
+from services.kv.tree import SORTS
 
 Schema = dict[str, Any]
 
@@ -120,13 +120,13 @@ API: Final = (
 )
 
 CACHE: Final = (
-    Operation("GET", "/kv/stats", "cache", "Figures.", answer=kv_state_answers.StatsAnswer),
+    Operation("GET", "/kv/stats", "cache", "Figures.", answer=state_answers.StatsAnswer),
     Operation(
         "GET",
         "/kv/map",
         "cache",
         "A letter and some figures per block.",
-        answer=kv_answers.MapAnswer,
+        answer=answers.MapAnswer,
         parameters=(
             Parameter("first", _number(0, MAX_BLOCK_ID, 0), "the first block"),
             Parameter("limit", _number(1, MAX_MAP, 2048), "how many"),
@@ -138,7 +138,7 @@ CACHE: Final = (
         "/kv/blocks/{id}",
         "cache",
         "One block, with its text and who holds it.",
-        answer=kv_answers.BlockAnswer,
+        answer=answers.BlockAnswer,
         parameters=(Parameter("id", _number(0, MAX_BLOCK_ID), "its number", "path", True),),
     ),
     Operation(
@@ -146,7 +146,7 @@ CACHE: Final = (
         "/kv/prefixes",
         "cache",
         "The tree of cached prefixes.",
-        answer=kv_answers.PrefixesAnswer,
+        answer=answers.PrefixesAnswer,
         parameters=(
             Parameter("parent", DIGEST, "only what is below the node with this block"),
             Parameter("depth", _number(1, MAX_LEVELS), "how many levels"),
@@ -162,7 +162,7 @@ CACHE: Final = (
         "/kv/requests",
         "cache",
         "Requests that are live, or ended lately.",
-        answer=kv_state_answers.RequestsAnswer,
+        answer=state_answers.RequestsAnswer,
         parameters=(
             Parameter("state", _choice(*REQUEST_STATES), "only these"),
             Parameter("cursor", _text(256), "`next_cursor` of the page before"),
@@ -174,13 +174,11 @@ CACHE: Final = (
         "/kv/requests/{id}",
         "cache",
         "One of them, with its block tables.",
-        answer=kv_state_answers.RequestAnswer,
+        answer=state_answers.RequestAnswer,
         parameters=(Parameter("id", {"type": "string"}, "its id, or the answer's", "path", True),),
     ),
-    Operation(
-        "GET", "/kv/holders", "cache", "Who keeps blocks in use.", answer=kv_state_answers.HoldersAnswer
-    ),
-    Operation("GET", "/kv/audit", "cache", "Check every invariant.", answer=kv_state_answers.AuditAnswer),
+    Operation("GET", "/kv/holders", "cache", "Who keeps blocks in use.", answer=state_answers.HoldersAnswer),
+    Operation("GET", "/kv/audit", "cache", "Check every invariant.", answer=state_answers.AuditAnswer),
     Operation(
         "GET",
         "/kv/events",
@@ -194,41 +192,39 @@ CACHE: Final = (
         "/kv/explain",
         "cache",
         "What a request would find, and why not more.",
-        kv_types.PromptRequest,
-        kv_answers.ExplainAnswer,
+        types.PromptRequest,
+        answers.ExplainAnswer,
     ),
     Operation(
         "POST",
         "/kv/plan",
         "cache",
         "What admission would do with a request now.",
-        kv_types.PlanRequest,
-        kv_answers.PlanCard,
+        types.PlanRequest,
+        answers.PlanCard,
     ),
     Operation(
         "POST",
         "/kv/warm",
         "cache",
         "Compute a prompt without answering it.",
-        kv_types.WarmRequest,
-        kv_answers.WarmAnswer,
+        types.WarmRequest,
+        answers.WarmAnswer,
         media=(STREAM,),
     ),
-    Operation(
-        "POST", "/kv/evict", "cache", "Drop what is cached.", kv_types.EvictRequest, kv_answers.EvictAnswer
-    ),
+    Operation("POST", "/kv/evict", "cache", "Drop what is cached.", types.EvictRequest, answers.EvictAnswer),
     Operation(
         "POST",
         "/kv/clear",
         "cache",
         "Forget all that is cached.",
-        kv_types.ClearRequest,
-        kv_answers.EvictAnswer,
-        others=(("409", kv_answers.ClearRefused, "Some of it is in use."),),
+        types.ClearRequest,
+        answers.EvictAnswer,
+        others=(("409", answers.ClearRefused, "Some of it is in use."),),
     ),
-    Operation("GET", "/kv/pins", "cache", "Every pin.", answer=kv_answers.PinList),
-    Operation("POST", "/kv/pins", "cache", "Pin a prefix.", kv_types.PinRequest, kv_answers.PinCard),
-    Operation("DELETE", "/kv/pins", "cache", "End a pin.", answer=kv_answers.Nothing, parameters=(NAME,)),
+    Operation("GET", "/kv/pins", "cache", "Every pin.", answer=answers.PinList),
+    Operation("POST", "/kv/pins", "cache", "Pin a prefix.", types.PinRequest, answers.PinCard),
+    Operation("DELETE", "/kv/pins", "cache", "End a pin.", answer=answers.Nothing, parameters=(NAME,)),
     Operation("GET", "/kv/ui", "cache", "The page that shows all this.", media=("text/html",)),
     Operation(
         "GET",
@@ -241,8 +237,8 @@ CACHE: Final = (
 )
 
 SERVER: Final = (
-    Operation("GET", "/health", "server", "The process lives.", answer=kv_answers.Nothing),
-    Operation("GET", "/ready", "server", "A request would run.", answer=kv_answers.Ready),
+    Operation("GET", "/health", "server", "The process lives.", answer=answers.Nothing),
+    Operation("GET", "/ready", "server", "A request would run.", answer=answers.Ready),
     Operation("GET", "/metrics", "server", "Prometheus' text format.", media=("text/plain",)),
     Operation("GET", "/openapi.json", "server", "This document.", media=("application/json",)),
 )

@@ -6,10 +6,10 @@ from typing import Final
 
 from starlette.requests import Request
 
-from services.call import Call
+from services.api.call import Call
+from services.api.generation import Generation
 from services.context import Context
 from services.errors import ApiError
-from services.generation import Generation
 from services.metrics import E2E, OUTPUT_LENGTH, PROMPT_LENGTH, REQUESTS, TPOT, Metrics
 
 LOGGED: Final = "logged"  # key in the request's state: its line is written

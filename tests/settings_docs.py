@@ -8,9 +8,9 @@ from kvmanager.client import default_pool_directory
 from kvmanager.config import ManagerConfig
 from kvmanager.pool_tool import PoolConfig
 from kvmanager.settings import allowed, env_name, flag_name, parse_bytes
-from services.chat_client import ChatConfig
 from services.config import FrontendConfig
-from services.serve_config import ServeConfig
+from services.supervisor.serve_config import ServeConfig
+from services.terminal.chat_client import ChatConfig
 
 HEAD = """# Settings
 

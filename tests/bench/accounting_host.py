@@ -12,8 +12,8 @@ from typing import Final
 from gpu_runner.beams import num_candidates
 from gpu_runner.scheduler import Limits, Scheduler
 from gpu_runner.step import Candidate, Sampled, Scheduled, Sequence, SequenceOutput, StepOutput
-from kvmanager.block_pool import RESERVED, SEALED, BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import RESERVED, SEALED, BlockPool
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Choice,

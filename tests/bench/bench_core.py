@@ -17,8 +17,8 @@ from collections import Counter, deque
 
 from kvmanager import records
 from kvmanager.__main__ import COLLECT_AFTER
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     BlockRef,

@@ -16,8 +16,8 @@ from typing import Any
 
 from kvmanager import records
 from kvmanager.__main__ import COLLECT_AFTER
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     MAX_PAGE,
     PROTOCOL_VERSION,
@@ -49,7 +49,7 @@ from kvmanager.protocol import (
     encode,
 )
 from kvmanager.state import Policy
-from kvmanager.tiers import Content, Tier
+from kvmanager.tier.tiers import Content, Tier
 
 BLOCK_SIZE = 16
 LAYOUT = Layout("bench", "bfloat16", BLOCK_SIZE, 30, 3, 64)

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 from kvmanager import pool_directory
-from kvmanager.block_pool import NO_OWNER, SEALED, BlockRecord
 from kvmanager.client import ManagerClient
-from kvmanager.hashing import NO_SALT, block_hash, root_hash, token_array
 from kvmanager.paths import prepare
+from kvmanager.pool.block_pool import NO_OWNER, SEALED, BlockRecord
+from kvmanager.pool.hashing import NO_SALT, block_hash, root_hash, token_array
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Choice,

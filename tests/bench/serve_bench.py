@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_runner.weights import open_source
-from services import model_source
+from services.text import model_source
 from tests.bench.load_client import run
 from tests.bench.memory import Peaks, served
 from tests.bench.report import fastest, figures, forms_table, memory_table, speed_table

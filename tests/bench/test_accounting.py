@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmanager.hashing import TOKEN_BYTES
-from kvmanager.introspection import statistics
-from kvmanager.invariants import audit
+from kvmanager.asking.introspection import statistics
+from kvmanager.pool.hashing import TOKEN_BYTES
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import BeamParams, SamplingParams
 from tests.bench.accounting import NUM_BLOCKS, paging, saving
 from tests.bench.accounting_host import BLOCK_SIZE, NOW, VOCABULARY, Host

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_runner.weights import open_source
-from services import model_source
+from services.text import model_source
 from tests.bench import matrix_limit
 from tests.bench.load_client import Outcome, Run, run, stream
 from tests.bench.memory import Peaks, beyond_pool

@@ -3,9 +3,9 @@
 import pytest
 
 from gpu_runner.scheduler import Limits, Scheduler
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
-from kvmanager.invariants import audit
+from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     BeamParams,

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
-from kvmanager.invariants import audit
+from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Directives,

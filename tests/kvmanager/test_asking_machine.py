@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvmanager.block_pool import CACHED, FREE, SEALED
-from kvmanager.hashing import tenant_bytes
+from kvmanager.pool.block_pool import CACHED, FREE, SEALED
+from kvmanager.pool.hashing import tenant_bytes
 from kvmanager.protocol import (
     FLAG_OTHER,
     Clear,
@@ -25,7 +25,7 @@ from kvmanager.protocol import (
     Start,
     Submit,
 )
-from kvmanager.requests import RequestState
+from kvmanager.scheduling.requests import RequestState
 from tests.kvmanager.asking import TENANTS, Asker, Follower, truth
 from tests.kvmanager.fake_clients import BLOCK_SIZE, FakeFrontend, FakeRunner, submission
 from tests.kvmanager.test_core_machine import PROMPTS

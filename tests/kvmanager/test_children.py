@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmanager.children import Children, num_shared
-from kvmanager.hashing import token_array
+from kvmanager.pool.children import Children, num_shared
+from kvmanager.pool.hashing import token_array
 
 TEXT = st.lists(st.sampled_from([0, 1, 256, 1 << 31]), min_size=1, max_size=4).map(
     lambda tokens: token_array(tokens).tobytes()

@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmanager import commands
-from kvmanager.block_pool import CACHED, FREE, QUARANTINED, SEALED, BlockPool
+from kvmanager.asking import commands
+from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, SEALED, BlockPool
 from kvmanager.protocol import Clear, Cleared, Evict, Pin, Progress, StepReport
 from kvmanager.restore import restore_pool
-from kvmanager.tiers import Tier
+from kvmanager.tier.tiers import Tier
 from tests.kvmanager.asking import TENANTS, Asker
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission
 from tests.kvmanager.scene import Scene

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvmanager.block_pool import CACHED, SEALED
+from kvmanager.pool.block_pool import CACHED, SEALED
 from kvmanager.protocol import (
     Accepted,
     Choice,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvmanager.disk_tier import DiskTier, Finished
-from kvmanager.tier_file import PAGE
-from kvmanager.tiers import Copy
+from kvmanager.tier.disk_tier import DiskTier, Finished
+from kvmanager.tier.tier_file import PAGE
+from kvmanager.tier.tiers import Copy
 from tests.kvmanager.test_tier_file import DISK_BYTES, LAYOUT, content, payload
 
 SIZE = LAYOUT.block_bytes

@@ -1,6 +1,6 @@
 """The ring of events: numbers, bounds, gaps, and what is remembered of what is gone."""
 
-from kvmanager.event_log import NOBODY, Asker, EventLog
+from kvmanager.asking.event_log import NOBODY, Asker, EventLog
 
 
 def filled(size: int, stored: int) -> EventLog:

@@ -11,12 +11,12 @@ import pytest
 import zmq
 
 from kvmanager import event_publisher
-from kvmanager.block_pool import CACHED, BlockPool
+from kvmanager.asking.event_log import EventLog
 from kvmanager.errors import PagekeeperError
-from kvmanager.event_log import EventLog
 from kvmanager.event_publisher import END, EventPublisher, short
-from kvmanager.hashing import salt_digest, token_array
-from kvmanager.ledger import Holder
+from kvmanager.pool.block_pool import CACHED, BlockPool
+from kvmanager.pool.hashing import salt_digest, token_array
+from kvmanager.pool.ledger import Holder
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT
 
 PATIENCE = 2000  # turns, of a few milliseconds at most

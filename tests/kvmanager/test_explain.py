@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kvmanager.block_pool import BlockPool
+from kvmanager.asking.event_log import EventLog
 from kvmanager.core import Core
-from kvmanager.event_log import EventLog
-from kvmanager.hashing import salt_digest, tenant_fault
+from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.hashing import salt_digest, tenant_fault
 from kvmanager.protocol import (
     AuditQuery,
     BlockDetail,
@@ -25,7 +25,7 @@ from kvmanager.protocol import (
     encode,
 )
 from kvmanager.restore import former_contents
-from kvmanager.tiers import Tier
+from kvmanager.tier.tiers import Tier
 from tests.kvmanager.asking import TENANTS, Asker
 from tests.kvmanager.fake_clients import LAYOUT, submission
 from tests.kvmanager.scene import Scene

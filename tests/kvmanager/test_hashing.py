@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvmanager.hashing import block_hash, field, root_hash, salt_digest, token_array
+from kvmanager.pool.hashing import block_hash, field, root_hash, salt_digest, token_array
 from kvmanager.protocol import Layout
 from tests.kvmanager.fake_clients import LAYOUT, submission
 from tests.kvmanager.scene import Scene

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvmanager.protocol import Cancel, Ended, Progress, Start, StepReport
-from kvmanager.requests import StartState
+from kvmanager.scheduling.requests import StartState
 from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.scene import Scene
 

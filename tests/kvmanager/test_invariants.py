@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmanager.block_pool import CACHED, FREE, RESERVED, SEALED
-from kvmanager.invariants import audit
+from kvmanager.pool.block_pool import CACHED, FREE, RESERVED, SEALED
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Progress, StepReport
-from kvmanager.requests import RequestState
+from kvmanager.scheduling.requests import RequestState
 from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.scene import Scene
 

@@ -5,7 +5,7 @@ evicted), `test_submissions` (blocks of a cancelled request wait for the acknowl
 (the same text has the same hash in every process; layouts never share one).
 """
 
-from kvmanager.block_pool import CACHED, RESERVED, SEALED
+from kvmanager.pool.block_pool import CACHED, RESERVED, SEALED
 from kvmanager.protocol import Fenced, Layout, Progress, StepReport
 from kvmanager.restore import restore_pool
 from tests.kvmanager.fake_clients import LAYOUT, submission

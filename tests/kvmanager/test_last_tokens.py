@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Choice,

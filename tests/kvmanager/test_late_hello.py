@@ -2,8 +2,8 @@
 block that is still written. Only a message under the new session proves that nothing older is used.
 """
 
-from kvmanager.block_pool import CACHED, FREE, QUARANTINED, BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, BlockPool
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Choice,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmanager.block_pool import CACHED, FREE, QUARANTINED, SEALED
+from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, SEALED
 from kvmanager.protocol import Cancel, Ended, Fenced, Forked, Layout, Progress, StepReport
 from kvmanager.restore import restore_pool
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission

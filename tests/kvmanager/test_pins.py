@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from kvmanager import pin_file, pool_directory, records
-from kvmanager.block_pool import CACHED, SEALED
 from kvmanager.core import Core
-from kvmanager.invariants import audit
-from kvmanager.pins import SavedPin
+from kvmanager.pool.block_pool import CACHED, SEALED
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Cancel, Pin, Pinned, PinsAnswer, PinsQuery, Unpin
 from kvmanager.restore import restore_pool
+from kvmanager.scheduling.pins import SavedPin
 from kvmanager.state import Policy
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission
 from tests.kvmanager.scene import Scene

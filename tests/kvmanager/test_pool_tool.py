@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvmanager import pool_directory, pool_tool
-from kvmanager.block_pool import CACHED
 from kvmanager.paths import lock_path, prepare
+from kvmanager.pool.block_pool import CACHED
 from kvmanager.records import record_bytes
 from kvmanager.restore import restore_pool
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission

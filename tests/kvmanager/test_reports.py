@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmanager.block_pool import CACHED, FREE, QUARANTINED, RESERVED, SEALED
+from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, RESERVED, SEALED
 from kvmanager.protocol import (
     Copied,
     Ended,

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmanager import records
-from kvmanager.block_pool import CACHED, FREE, QUARANTINED, RESERVED, SEALED, BlockPool, BlockRecord
-from kvmanager.clients import owner_tag
 from kvmanager.core import Core
-from kvmanager.hashing import NO_SALT
-from kvmanager.invariants import audit
+from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, RESERVED, SEALED, BlockPool, BlockRecord
+from kvmanager.pool.hashing import NO_SALT
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import PROTOCOL_VERSION, Progress, RunnerHello, StepReport
 from kvmanager.restore import restore_pool
+from kvmanager.scheduling.clients import owner_tag
 from kvmanager.state import Policy
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission
 from tests.kvmanager.scene import Scene

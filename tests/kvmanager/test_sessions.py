@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvmanager.block_pool import CACHED, FREE, RESERVED
+from kvmanager.pool.block_pool import CACHED, FREE, RESERVED
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Accepted,
@@ -252,7 +252,7 @@ def test_choices_that_have_gone_apart_run_in_turns_where_they_do_not_fit_togethe
 
 def test_what_is_gone_is_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmanager.state.MAX_REMEMBERED", 2)
-    monkeypatch.setattr("kvmanager.invariants.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvmanager.pool.invariants.MAX_REMEMBERED", 2)
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
     for name in "abc":

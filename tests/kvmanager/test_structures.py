@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmanager.clients import Frontend
-from kvmanager.free_queue import FreeQueue
-from kvmanager.hashing import block_hash, root_hash, salt_digest, token_array
-from kvmanager.ledger import Holder, Ledger
-from kvmanager.prefix_index import PrefixIndex
+from kvmanager.pool.free_queue import FreeQueue
+from kvmanager.pool.hashing import block_hash, root_hash, salt_digest, token_array
+from kvmanager.pool.ledger import Holder, Ledger
+from kvmanager.pool.prefix_index import PrefixIndex
 from kvmanager.protocol import PROTOCOL_VERSION, FrontendHello, Layout
-from kvmanager.requests import Request, WaitingQueue
+from kvmanager.scheduling.clients import Frontend
+from kvmanager.scheduling.requests import Request, WaitingQueue
 from tests.kvmanager.fake_clients import LAYOUT, submission
 
 
@@ -116,7 +116,7 @@ def test_block_hash_is_sha256_over_tagged_fields() -> None:
 
 def test_the_same_text_has_the_same_hash_in_every_process() -> None:
     code = (
-        "from kvmanager.hashing import *; from tests.kvmanager.fake_clients import LAYOUT;"
+        "from kvmanager.pool.hashing import *; from tests.kvmanager.fake_clients import LAYOUT;"
         "print(block_hash(root_hash(LAYOUT), token_array([5, 6, 7, 8]).tobytes(), salt_digest('s')).hex())"
     )
     here = block_hash(root_hash(LAYOUT), token_array([5, 6, 7, 8]).tobytes(), salt_digest("s")).hex()

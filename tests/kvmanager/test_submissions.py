@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvmanager.block_pool import CACHED, FREE
+from kvmanager.pool.block_pool import CACHED, FREE
 from kvmanager.protocol import (
     Accepted,
     BeamParams,

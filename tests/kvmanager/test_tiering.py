@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvmanager.block_pool import CACHED, FREE, RESERVED, SEALED, BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import CACHED, FREE, RESERVED, SEALED, BlockPool
 from kvmanager.protocol import Cancel, Progress, Start, StepReport, Taken
 from kvmanager.state import Effects, Policy
-from kvmanager.tiering import MAX_WAIT
-from kvmanager.tiers import MAX_DEMOTIONS, Copy, Tier
+from kvmanager.tier.tiering import MAX_WAIT
+from kvmanager.tier.tiers import MAX_DEMOTIONS, Copy, Tier
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission
 from tests.kvmanager.scene import Scene
 

@@ -6,7 +6,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvmanager.tiers import FIRST_PAUSE, LONGEST_PAUSE, MAX_DEMOTIONS, RATE_LIFE, Content, Copy, Rate, Tier
+from kvmanager.tier.tiers import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    MAX_DEMOTIONS,
+    RATE_LIFE,
+    Content,
+    Copy,
+    Rate,
+    Tier,
+)
 
 
 def content(number: int) -> Content:

@@ -4,10 +4,10 @@ and are cut short when the manager dies.
 
 from typing import Any
 
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
+from kvmanager.pool.block_pool import BlockPool
 from kvmanager.state import Effects, Policy
-from kvmanager.tiers import Content, Copy, Tier
+from kvmanager.tier.tiers import Content, Copy, Tier
 from tests.kvmanager.fake_clients import BLOCK_SIZE, Process
 from tests.kvmanager.world import World
 

@@ -6,14 +6,14 @@ events.
 from typing import Any
 
 from kvmanager import records
-from kvmanager.block_pool import BlockPool
+from kvmanager.asking.event_log import EventLog
 from kvmanager.core import Core
-from kvmanager.event_log import EventLog
-from kvmanager.invariants import audit
-from kvmanager.pins import SavedPin
+from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Directives, Start, StepReport, Submit, Welcome
-from kvmanager.requests import StartState
 from kvmanager.restore import restore_pool
+from kvmanager.scheduling.pins import SavedPin
+from kvmanager.scheduling.requests import StartState
 from kvmanager.state import Effects, Policy
 from tests.kvmanager.fake_clients import (
     BLOCK_SIZE,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmanager.hashing import block_hash, salt_digest, tenant_bytes, token_array
+from kvmanager.pool.hashing import block_hash, salt_digest, tenant_bytes, token_array
 from kvmanager.protocol import (
     FLAG_OTHER,
     FLAG_PARTIAL,

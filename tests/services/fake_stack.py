@@ -53,7 +53,7 @@ from services.app import load_model, make_app
 from services.config import FrontendConfig
 from services.context import ServedModel
 from services.http_protocol import bounded_head
-from services.model_source import resolve
+from services.text.model_source import resolve
 from tests.services.fake_cache import FakeCache
 
 Script = Callable[[Submit, int], list[int]]

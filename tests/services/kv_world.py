@@ -16,9 +16,9 @@ from services.config import FrontendConfig
 from services.context import Context
 from services.errors import ApiError
 from services.handlers import on_api_error
-from services.introspection import introspection_routes
-from services.kv_collect import Collector
-from services.kv_events import Follower
+from services.kv.collect import Collector
+from services.kv.events import Follower
+from services.kv.routes import introspection_routes
 from tests.kvmanager.fake_clients import FakeFrontend, FakeRunner, submission
 from tests.kvmanager.world import World
 

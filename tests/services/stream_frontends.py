@@ -11,16 +11,16 @@ from typing import Any
 from unittest.mock import Mock
 
 from kvmanager.protocol import TokenLogprobs
+from services.api.call import Identity
+from services.api.completions import ROUTE, CompletionsRoute
+from services.api.generation import Generation
 from services.backend import Backend
-from services.call import Identity
-from services.completions import ROUTE, CompletionsRoute
 from services.config import FrontendConfig
 from services.context import Context
-from services.file_journal import FileJournal, FileJournals
-from services.generation import Generation
-from services.journal import StreamSpec
-from services.stream_run import StreamRun
-from services.streams import Streams
+from services.streams.file_journal import FileJournal, FileJournals
+from services.streams.journal import StreamSpec
+from services.streams.registry import Streams
+from services.streams.run import StreamRun
 from tests.services.fake_stack import served_model
 
 Plan = Callable[[int], Sequence[int]]

@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from services.chat import render_prompt
+from services.api.chat import render_prompt
+from services.api.openai_types import ChatMessage, TokenizeRequest
 from services.errors import ApiError
-from services.openai_types import ChatMessage, TokenizeRequest
 from tests.services.fake_stack import Stack, events, says, wait_until
 
 EMOJI = "Hi 👋🏽 there, 👩‍👩‍👧 and 🇫🇷! Ça va? 你好。"

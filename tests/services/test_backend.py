@@ -14,8 +14,8 @@ from kvmanager.client import socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import SamplingParams, TokenBatch, TokenEvent, decode_token_batch, encode
 from services import backend as module
+from services.api.generation import Generation, Signal
 from services.backend import Backend
-from services.generation import Generation, Signal
 from services.metrics import Metrics
 from services.tracker import Output, Request, Tracker
 from services.unreadable import QUIET, Unreadable

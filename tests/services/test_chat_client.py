@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from services import chat_client
-from services.chat_client import Chat, ChatApi, ChatConfig, Reply, ServerError, events
+from services.terminal import chat_client
+from services.terminal.chat_client import Chat, ChatApi, ChatConfig, Reply, ServerError, events
 
 USAGE = {"prompt_tokens": 20, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
 
@@ -320,7 +320,9 @@ class Terminal:
 @pytest.fixture
 def terminal(real_server: RealServer) -> Iterator[Terminal]:
     """A chat with the real server."""
-    program = f"from services.chat_client import main; raise SystemExit(main(['--url={real_server.url}']))"
+    program = (
+        f"from services.terminal.chat_client import main; raise SystemExit(main(['--url={real_server.url}']))"
+    )
     terminal = Terminal(sys.executable, "-c", program)
     yield terminal
     os.close(terminal.master)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvmanager.errors import PagekeeperError
-from services import chat_template
-from services.chat_template import ChatTemplate
-from services.model_files import ModelError
+from services.text import chat_template
+from services.text.chat_template import ChatTemplate
+from services.text.model_files import ModelError
 from tests.services.tokenizer_samples import packaged_tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}

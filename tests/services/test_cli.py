@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services import cli
-from services.model_files import ModelError
+from services.text.model_files import ModelError
 
 
 def run(*argv: str, **environ: str) -> "subprocess.CompletedProcess[str]":

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services import gguf_tokenizer
-from services.detokenizer import Detokenizer
-from services.tokenizer import Tokenizer
+from services.text import gguf_tokenizer
+from services.text.detokenizer import Detokenizer
+from services.text.tokenizer import Tokenizer
 from tests.services.tokenizer_samples import packaged_tokenizer, sentencepiece_metadata, tokenizer_of
 
 EMOJI = [

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.protocol import Rejected
-from services.openai_types import REFUSED, ChatRequest, CompletionRequest
+from services.api.openai_types import REFUSED, ChatRequest, CompletionRequest
 from tests.services.fake_stack import Stack, says, wait_until
 
 LIMIT = 20_000

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvmanager.errors import PagekeeperError
-from services.file_journal import STUCK, FileFollower, FileJournal, FileJournals
-from services.journal import JournalError
+from services.streams.file_journal import STUCK, FileFollower, FileJournal, FileJournals
+from services.streams.journal import JournalError
 from tests.services.test_journals import ID, batch, spec
 
 
@@ -105,7 +105,7 @@ def test_no_space_is_an_error_that_leaves_the_journal_readable(
         journal = await journals.create(spec())
         await journal.append(batch(1, b"a"))
         with monkeypatch.context() as patch:
-            patch.setattr("services.file_journal.os.write", full)
+            patch.setattr("services.streams.file_journal.os.write", full)
             with pytest.raises(JournalError, match="No space left"):
                 await journal.append(batch(2, b"b"))
             with pytest.raises(PagekeeperError, match="No space left") as refused:

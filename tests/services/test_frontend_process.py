@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.model_source import resolve
+from services.text.model_source import resolve
 from tests.services.fake_stack import wait_until
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.detokenizer import Detokenizer
-from services.generation import ChoiceStream, Signal
-from services.stop_strings import StopStrings
+from services.api.generation import ChoiceStream, Signal
+from services.text.detokenizer import Detokenizer
+from services.text.stop_strings import StopStrings
 from services.tracker import Output
 from tests.services.fake_stack import served_model
 

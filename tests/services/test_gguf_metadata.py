@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gguf_metadata import GGUFError, read_metadata
-from services.model_source import packaged_model
+from services.text.gguf_metadata import GGUFError, read_metadata
+from services.text.model_source import packaged_model
 from tests.services.tokenizer_samples import write_gguf
 
 VALUES = {

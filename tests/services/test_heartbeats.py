@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from services.heartbeats import Heartbeats
+from services.supervisor.heartbeats import Heartbeats
 
 
 def touch(path: Path, when: int) -> None:

@@ -7,21 +7,21 @@ import msgspec
 import pytest
 
 from kvmanager.errors import HTTP_STATUS
+from services.api.openai_types import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from services.config import FrontendConfig
-from services.kv_types import (
+from services.kv.types import (
     ClearRequest,
     EvictRequest,
     PinRequest,
     PlanRequest,
     PromptRequest,
     WarmRequest,
-)
-from services.openai_types import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    StreamOptions,
-    TokenizeRequest,
 )
 
 PAGE = re.sub(r"```.*?```", "", (Path(__file__).parents[2] / "docs" / "http.md").read_text(), flags=re.DOTALL)

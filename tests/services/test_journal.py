@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.journal import EVENT_OVERHEAD, Batch, Dropped, Progress, Ring, StreamSpec, StreamState
+from services.streams.journal import EVENT_OVERHEAD, Batch, Dropped, Progress, Ring, StreamSpec, StreamState
 
 SPEC = StreamSpec("cmpl-0", "/v1/completions", "", "", "model", 0.0, b"{}", ((1, 2),))
 

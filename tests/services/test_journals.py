@@ -9,9 +9,9 @@ import pytest
 from redis import Redis
 
 from kvmanager.errors import PagekeeperError
-from services.file_journal import FileJournals
-from services.journal import Batch, JournalLost, Journals, Progress, StreamSpec
-from services.redis_journal import RedisJournals
+from services.streams.file_journal import FileJournals
+from services.streams.journal import Batch, JournalLost, Journals, Progress, StreamSpec
+from services.streams.redis_journal import RedisJournals
 from tests.services.redis_server import RedisServer
 
 ID = "cmpl-00"

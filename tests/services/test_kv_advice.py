@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvmanager.protocol import At, Eviction, Explanation, Sibling
-from services.kv_advice import advise, difference, find_cause
+from services.kv.advice import advise, difference, find_cause
 
 SIZE = 16
 

@@ -17,10 +17,10 @@ import pytest
 from rich.console import Console
 
 from kvmanager.protocol import Pinned, PinsAnswer
-from services import kv_cli, kv_cli_top
 from services.auth import tenant_of
-from services.kv_cli import main
-from services.kv_cli_client import Event, KvApi, ServerError
+from services.terminal import kv, kv_top
+from services.terminal.kv import main
+from services.terminal.kv_client import Event, KvApi, ServerError
 from tests.services.fake_cache import FakeCache, request
 from tests.services.fake_stack import Stack, served_model, wait_until
 
@@ -198,7 +198,7 @@ def test_a_stream_that_breaks_off_is_taken_up_again(
         raise ServerError("the stream of events ended")
 
     monkeypatch.setattr(KvApi, "events", events)
-    monkeypatch.setattr(kv_cli, "PAUSES", (0.0,))
+    monkeypatch.setattr(kv, "PAUSES", (0.0,))
     assert main(["events", "--count=2"]) == 0
     shown_lines = capsys.readouterr()
     assert asked == ["", "b:1", "b:1"]
@@ -209,10 +209,10 @@ def test_a_stream_that_breaks_off_is_taken_up_again(
 # --- top ----------------------------------------------------------------------------------------------------
 
 
-def top_of(stack: Stack, key: str = "root") -> kv_cli_top.Top:
+def top_of(stack: Stack, key: str = "root") -> kv_top.Top:
     client = httpx.Client(base_url=stack.url, headers={"authorization": f"Bearer {key}"})
     ticks = iter(range(1000))
-    return kv_cli_top.Top(KvApi(client), lambda: float(next(ticks)))
+    return kv_top.Top(KvApi(client), lambda: float(next(ticks)))
 
 
 def test_top_draws_until_q(stack: Stack) -> None:
@@ -221,7 +221,7 @@ def test_top_draws_until_q(stack: Stack) -> None:
     stack.manager.cache.requests = [*over, request("cmpl-a"), *over, request("cmpl-b", "waiting")]
     output, keys = io.StringIO(), iter(["", "x", "q"])
     console = Console(file=output, force_terminal=True, width=120, height=40, color_system=None)
-    assert kv_cli_top.run(top_of(stack), console, 60.0, lambda seconds: next(keys)) == 0
+    assert kv_top.run(top_of(stack), console, 60.0, lambda seconds: next(keys)) == 0
     picture = output.getvalue()
     for words in ("cmpl-a", "cmpl-b", "runner-0 ready", "tokens/s", "q or Ctrl-C ends", "waste 25.0%"):
         assert words in picture
@@ -234,7 +234,7 @@ def test_top_ends_at_ctrl_c(stack: Stack) -> None:
         raise KeyboardInterrupt
 
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=40)
-    assert kv_cli_top.run(top_of(stack), console, 60.0, interrupted) == 0
+    assert kv_top.run(top_of(stack), console, 60.0, interrupted) == 0
 
 
 def test_top_keeps_what_it_knows_while_the_server_is_gone(stack: Stack) -> None:
@@ -267,15 +267,15 @@ def test_rates_are_taken_over_a_window() -> None:
             return {"boot_id": "a", "cache": cache, "requests": [], "next_cursor": None}
 
         def counters(self) -> dict[str, float]:
-            return {kv_cli_top.OUTPUT: 7.0 * self.turn}
+            return {kv_top.OUTPUT: 7.0 * self.turn}
 
     ticks = iter(range(100))
-    top = kv_cli_top.Top(Api(httpx.Client()), lambda: float(next(ticks)))
+    top = kv_top.Top(Api(httpx.Client()), lambda: float(next(ticks)))
     for _ in range(30):
         top.look()
     assert (top.rates[-1], top.hits[-1], len(top.rates)) == (7.0, 0.25, 29)
-    assert kv_cli_top.spark([0.0, 1.0, 2.0, 4.0]) == "▁▃▅█"
-    assert kv_cli_top.spark([]) == ""
+    assert kv_top.spark([0.0, 1.0, 2.0, 4.0]) == "▁▃▅█"
+    assert kv_top.spark([]) == ""
 
 
 def test_top_in_a_real_terminal_ends_with_q(stack: Stack) -> None:

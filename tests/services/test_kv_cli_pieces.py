@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services import kv_cli, kv_cli_views
-from services.kv_cli import as_body
-from services.kv_cli_client import Event, ServerError, one_line, read_events, shown
+from services.terminal import kv, kv_views
+from services.terminal.kv import as_body
+from services.terminal.kv_client import Event, ServerError, one_line, read_events, shown
 
 
 @given(st.text())
@@ -20,7 +20,7 @@ def test_no_text_moves_the_cursor(text: str) -> None:
 
 @given(st.text())
 def test_any_text_can_be_asked_about(text: str) -> None:
-    assert set(as_body(text)) <= {"prompt", "messages", *kv_cli.REQUEST_FIELDS}
+    assert set(as_body(text)) <= {"prompt", "messages", *kv.REQUEST_FIELDS}
     assert as_body(text, raw=True) == {"prompt": text}
     assert as_body(text, chat=True) == {"messages": [{"role": "user", "content": text}]}
 
@@ -46,7 +46,7 @@ def test_the_strip_counts_every_block_once(tokens: int, size: int, data: st.Data
     cached_tokens = data.draw(st.integers(0, tokens - 1))
     blocks = [{"block": 0, "tier": "pool"}] * (cached_tokens // size)
     answer = {"num_tokens": tokens, "cached_tokens": cached_tokens, "block_size": size, "blocks": blocks}
-    kinds = [kv_cli_views.kind_of(answer, index) for index in range(-(-tokens // size))]
+    kinds = [kv_views.kind_of(answer, index) for index in range(-(-tokens // size))]
     assert kinds == sorted(kinds, key=["hit", "copied", "compute"].index)
     assert kinds.count("copied") <= 1
 
@@ -92,4 +92,4 @@ def test_a_runner_is_shown_in_its_worst_state(flags: dict[str, bool], state: str
         "credits": 2,
         **flags,
     }
-    assert kv_cli_views.runner(card).plain == f"● r {state}, 1 running, 2 blocks in credit"
+    assert kv_views.runner(card).plain == f"● r {state}, 1 running, 2 blocks in credit"

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from services import kv_events
 from services.auth import tenant_of
-from services.kv_collect import FRESH, Collector
-from services.kv_events import MAX_FOLLOWERS, Follower
+from services.kv import events
+from services.kv.collect import FRESH, Collector
+from services.kv.events import MAX_FOLLOWERS, Follower
 from tests.services.fake_cache import FakeCache
 from tests.services.fake_stack import Stack, wait_until
 from tests.services.test_frontend_process import alive, free_port, start
@@ -114,7 +114,7 @@ def in_step(client: Client, cache: FakeCache, tenant: str = "") -> Callable[[], 
 
 
 def test_a_snapshot_then_what_changes(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "CHUNK", 4)
+    monkeypatch.setattr(events, "CHUNK", 4)
     cache = stack.manager.cache
     cache.store([1] * 16 * 9 + [2])
     with following(stack) as client:
@@ -200,7 +200,7 @@ def test_silence_is_broken_and_a_stopping_frontend_says_so() -> None:
 
 def test_followers_are_limited_and_a_head_is_no_stream(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     url, headers = f"{stack.url}/kv/events", {"authorization": "Bearer root"}
-    monkeypatch.setattr(kv_events, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(events, "MAX_FOLLOWERS", 1)
     wait_until(
         lambda: httpx.head(url, headers=headers, timeout=20).status_code == 200, "the end of earlier ones"
     )
@@ -214,7 +214,7 @@ def test_followers_are_limited_and_a_head_is_no_stream(stack: Stack, monkeypatch
 
 
 def test_others_get_on_between_the_parts_of_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_events, "CHUNK", 1)
+    monkeypatch.setattr(events, "CHUNK", 1)
     cache, turns = FakeCache(), 0
     cache.store([1] * 16 * 50)
 
@@ -263,7 +263,7 @@ def test_a_frontend_that_is_asked_to_stop_does_not_wait_for_its_followers() -> N
 
 def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is free again, though its connection is still open."""
-    monkeypatch.setattr(kv_events, "MAX_FOLLOWERS", 1)
+    monkeypatch.setattr(events, "MAX_FOLLOWERS", 1)
     with Stack(client_timeout_seconds=0.5, send_buffer=4096) as stack:
         url, cache = f"{stack.url}/kv/events", stack.manager.cache
         port = int(stack.url.rsplit(":", 1)[1])

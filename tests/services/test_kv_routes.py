@@ -9,7 +9,7 @@ import pytest
 
 from kvmanager.protocol import Evict, HolderInfo, PlanQuery, RunnerStats
 from services.auth import tenant_of
-from services.kv_state import runner_card
+from services.kv.state import runner_card
 from tests.services.fake_cache import BLOCK_BYTES, FakeCache, request
 from tests.services.fake_stack import Stack, says, served_model
 

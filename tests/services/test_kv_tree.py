@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from kvmanager.protocol import BlocksQuery
 from services.errors import ApiError
-from services.kv_collect import Collection, Collector, merge
-from services.kv_contents import Contents
-from services.kv_pages import prefixes_page, read_cursor
-from services.kv_tree import NO_NODE, SORTS, Listing, Tree
+from services.kv.collect import Collection, Collector, merge
+from services.kv.contents import Contents
+from services.kv.pages import prefixes_page, read_cursor
+from services.kv.tree import NO_NODE, SORTS, Listing, Tree
 from tests.services.fake_cache import BLOCK_BYTES, BLOCK_SIZE, ROOT, Block, FakeCache
 
 TOKENIZER: Any = SimpleNamespace(token_bytes=lambda token: b"<%d>" % token)

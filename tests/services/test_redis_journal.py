@@ -7,8 +7,8 @@ import pytest
 from redis import Redis
 
 from kvmanager.errors import PagekeeperError
-from services.journal import JournalError, JournalLost
-from services.redis_journal import INDEX, RedisJournals, key
+from services.streams.journal import JournalError, JournalLost
+from services.streams.redis_journal import INDEX, RedisJournals, key
 from tests.services.redis_server import RedisServer
 from tests.services.test_journals import ID, batch, spec
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpu_runner.config import RunnerConfig
-from services.ready import curl_line, fetch, reason, url_of
-from services.serve import RUNNER_LOCK, bind, commands, sweep
-from services.serve_config import ServeConfig
+from services.supervisor.ready import curl_line, fetch, reason, url_of
+from services.supervisor.serve import RUNNER_LOCK, bind, commands, sweep
+from services.supervisor.serve_config import ServeConfig
 
 
 def test_the_supervisor_knows_the_lock_that_a_runner_without_a_name_takes() -> None:
@@ -160,7 +160,7 @@ def test_the_curl_line_is_one_that_a_shell_takes_apart_rightly() -> None:
 
 
 def test_a_look_at_a_server_never_raises_and_never_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.ready.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("services.supervisor.ready.LOOK_SECONDS", 0.2)
     answers = [b'HTTP/1.1 503 No\r\nA: b\r\n\r\n{"error": {"message": "no runner"}}', b"garbage", None]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

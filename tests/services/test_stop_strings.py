@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.stop_strings import Piece, StopStrings
+from services.text.stop_strings import Piece, StopStrings
 
 TEXT = st.text("ab\n<🎉", max_size=40)
 STOPS = st.lists(st.text("ab\n<🎉", min_size=1, max_size=5), max_size=4)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.api.sse import DONE
 from services.errors import ApiError
-from services.journal import Dropped
-from services.sse import DONE
+from services.streams.journal import Dropped
 from tests.services.fake_stack import served_model
 from tests.services.stream_frontends import Frontend, settle
 

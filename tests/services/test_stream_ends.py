@@ -13,8 +13,8 @@ from starlette.types import Message
 
 import services.backend
 from services.config import FrontendConfig
-from services.journal import EVENT_OVERHEAD, Batch, StreamState
-from services.stream_tail import Source, Tail
+from services.streams.journal import EVENT_OVERHEAD, Batch, StreamState
+from services.streams.tail import Source, Tail
 from tests.services.fake_stack import Stack, says, wait_until
 from tests.services.test_journal import SPEC
 

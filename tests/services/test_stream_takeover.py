@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.model_source import resolve
-from services.serve import sweep
+from services.supervisor.serve import sweep
+from services.text.model_source import resolve
 from tests.services.fake_stack import Stack, says, wait_until
 from tests.services.redis_server import RedisServer
 from tests.services.test_streams import parse, text_of

@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from kvmanager.protocol import Rejected
-from services.redis_journal import key
+from services.streams.redis_journal import key
 from tests.services.fake_stack import Stack, says, wait_until
 from tests.services.redis_server import RedisServer
 

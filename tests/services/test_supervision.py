@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.supervision import Action, Child, Finish, Policy, Send, Start, Supervision, Tell
+from services.supervisor.supervision import Action, Child, Finish, Policy, Send, Start, Supervision, Tell
 
 POLICY = Policy(first_delay=1.0, longest_delay=4.0, healthy_after=10.0, quick_failures=3, grace=5.0)
 CHILDREN = [

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.supervision import Child, Policy
-from services.supervisor import Command, Supervisor
+from services.supervisor.processes import Command, Supervisor
+from services.supervisor.supervision import Child, Policy
 from tests.e2e.server import wait_until
 
 QUICK = Policy(first_delay=0.01, longest_delay=0.05, healthy_after=30.0, quick_failures=2, grace=0.3)
@@ -179,8 +179,8 @@ def test_children_die_with_a_killed_supervisor(tmp_path: Path, number: signal.Si
     program = textwrap.dedent(
         f"""
         import asyncio, sys
-        from services.supervision import Child
-        from services.supervisor import Command, Supervisor
+        from services.supervisor.supervision import Child
+        from services.supervisor.processes import Command, Supervisor
         stubborn = Command(Child("runner", 0), (sys.executable, "-c", {STUBBORN!r}), {{}}, {{}})
         asyncio.run(Supervisor([stubborn]).run())
         """

@@ -16,9 +16,9 @@ from tokenizers.models import BPE, WordLevel
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from kvmanager.errors import PagekeeperError
-from services import gguf_tokenizer
-from services.model_files import ModelError
-from services.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
+from services.text import gguf_tokenizer
+from services.text.model_files import ModelError
+from services.text.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
 from tests.services.tokenizer_samples import (
     packaged_metadata,
     packaged_tokenizer,

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.ui_routes import FOLDER
+from services.kv.page import FOLDER
 from tests.services.fake_stack import Stack
 
 FILES = sorted(path.name for path in FOLDER.iterdir())

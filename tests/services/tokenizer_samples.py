@@ -7,9 +7,9 @@ from typing import Any
 import gguf
 import tokenizers
 
-from services.gguf_metadata import read_metadata
-from services.model_source import packaged_model
-from services.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
+from services.text.gguf_metadata import read_metadata
+from services.text.model_source import packaged_model
+from services.text.tokenizer import Tokenizer, TokenizerFacts, load_tokenizer
 
 
 @cache

@@ -3,12 +3,12 @@
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from kvmanager.block_pool import QUARANTINED, RESERVED, SEALED, BlockPool
-from kvmanager.clients import owner_tag
-from kvmanager.hashing import salt_digest, token_array
+from kvmanager.pool.block_pool import QUARANTINED, RESERVED, SEALED, BlockPool
+from kvmanager.pool.hashing import salt_digest, token_array
 from kvmanager.protocol import Directives
 from kvmanager.records import unpack
 from kvmanager.restore import DAMAGED
+from kvmanager.scheduling.clients import owner_tag
 from tests.sim.manager import Disk, Manager
 from tests.sim.model import BLOCK_SIZE, chain
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import msgspec
 
-from kvmanager.block_pool import BlockPool
 from kvmanager.core import Core
-from kvmanager.pins import SavedPin
+from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     Fenced,
     Hello,
@@ -19,8 +18,9 @@ from kvmanager.protocol import (
 )
 from kvmanager.records import pack, unpack
 from kvmanager.restore import restore_pool
+from kvmanager.scheduling.pins import SavedPin
 from kvmanager.state import Effects, Policy
-from kvmanager.tiers import Tier
+from kvmanager.tier.tiers import Tier
 from tests.sim.model import BLOCK_SIZE
 from tests.sim.network import Connection, Frames
 from tests.sim.tier import Copier, TierFile

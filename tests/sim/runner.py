@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 from gpu_runner.scheduler import Limits, Scheduler
 from gpu_runner.step import StepPlan
 from gpu_runner.token_outbox import TokenOutbox
-from kvmanager.clients import owner_tag
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Directives,
@@ -19,6 +18,7 @@ from kvmanager.protocol import (
     Welcome,
     encode,
 )
+from kvmanager.scheduling.clients import owner_tag
 from tests.sim.model import BLOCK_SIZE, EOS, LAYOUT, MAX_MODEL_LEN, Engine
 from tests.sim.network import TokenPipe
 from tests.sim.process import Process

@@ -10,9 +10,9 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvmanager.core import Core
-from kvmanager.hashing import salt_digest
+from kvmanager.pool.hashing import salt_digest
 from kvmanager.protocol import Directives, SequenceStart, Start
-from kvmanager.requests import StartState
+from kvmanager.scheduling.requests import StartState
 from kvmanager.state import Effects
 from tests.sim.model import BLOCK_SIZE
 

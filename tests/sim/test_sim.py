@@ -14,11 +14,11 @@ import pytest
 
 from gpu_runner.request import RunningSequence
 from gpu_runner.shared_tails import SharedTails
-from kvmanager import admission, requests, sessions
 from kvmanager.core import Core
-from kvmanager.ledger import Ledger
+from kvmanager.pool.ledger import Ledger
+from kvmanager.scheduling import admission, requests, sessions
 from kvmanager.state import Effects
-from kvmanager.tiers import Copy
+from kvmanager.tier.tiers import Copy
 from tests.sim.simulate import SimulationError, simulate
 
 MESSAGES = int(os.environ.get("PAGEKEEPER_SIM_MESSAGES", "300000"))

@@ -6,7 +6,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from kvmanager.state import Effects
-from kvmanager.tiers import Content, Copy
+from kvmanager.tier.tiers import Content, Copy
 
 FAILURE_RATE: Final = 0.05
 STEP_RATE: Final = 0.5  # with which a copy under way ends at the manager's next tick
@@ -30,7 +30,7 @@ class TierFile:
         self.serial = 0
 
     def kept(self) -> list[tuple[int, Content]]:
-        """As `kvmanager.tier_file`: in the order of writing, of equal contents the newest."""
+        """As `kvmanager.tier.tier_file`: in the order of writing, of equal contents the newest."""
         newest: dict[bytes, tuple[int, int, Content]] = {}
         for number, slot in sorted(self.slots.items(), key=lambda item: item[1].serial):
             newest[slot.content.block_hash] = (slot.serial, number, slot.content)

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from random import Random
 from typing import Any, Final
 
-from kvmanager.block_pool import CACHED, FREE, RESERVED
-from kvmanager.invariants import audit
+from kvmanager.pool.block_pool import CACHED, FREE, RESERVED
+from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Directives
 from kvmanager.records import unpack
 from kvmanager.state import Policy

@@ -1,0 +1,1 @@
+"""Questions about the cache, commands on it, and its events. Pure."""

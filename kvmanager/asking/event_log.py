@@ -1,0 +1,171 @@
+"""What changes in the cache: the last events, numbered, and by them what became of blocks that are gone.
+
+    stored    content is found from now on, here; once more when another copy of it takes its place
+    removed   it is no longer found in that tier, since when, why and for whose request
+    cleared   nothing is found any more, anywhere
+
+The numbers rise by one within a start of the manager. A ring keeps the last ones: so does it bound the memory
+of what was evicted.
+"""
+
+from typing import Any, Final, Literal, NamedTuple
+
+from msgspec.structs import replace
+
+from kvmanager.messages.events import CacheEvent
+from kvmanager.messages.introspection import Cause
+
+DEFAULT_RING = 1 << 16  # events
+PLAIN: Final = 9  # fields of an event without cause and asker
+
+RawEvent = tuple[Any, ...]
+"""Number, time, kind, tier, hash, parent hash, tokens, salt, block; of a removal its cause and asker too."""
+
+TierName = Literal["pool", "disk"]
+
+
+class Asker(NamedTuple):
+    """For whose sake something happens: a request, and the salt of what it may see; nobody has no name."""
+
+    request_id: str
+    salt: bytes
+
+
+NOBODY = Asker("", b"")
+
+
+class EventLog:
+    """`size` events are kept. `now`, `asker` and `cause` are what the next events say; who sets them sets
+    them back.
+
+    The manager notes several per step and is seldom asked: they lie here as plain tuples, in the order of
+    `CacheEvent`'s fields, and a removal's ends with its asker.
+    """
+
+    __slots__ = (
+        "_looked_up_to",
+        "_older_removals",
+        "_removals",
+        "_ring",
+        "asker",
+        "cause",
+        "last",
+        "now",
+        "other_layout",
+        "size",
+    )
+
+    def __init__(self, size: int = DEFAULT_RING) -> None:
+        self.size = size
+        self.last = 0  # number of the last event; 0: there was none
+        self.now = 0.0  # seconds, Unix time
+        self.asker = NOBODY
+        self.cause: Cause = "capacity"
+        self.other_layout: dict[bytes, float] = {}
+        """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
+        self._ring: list[RawEvent] = [()] * size
+        self._looked_up_to = 0  # number of the last event that was looked at for `_removals`, when asked
+        self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
+        self._older_removals: dict[
+            bytes, int
+        ] = {}  # those before `size` others; together they hold the ring's
+
+    def stored(
+        self,
+        block_hash: bytes,
+        parent_hash: bytes,
+        tokens: bytes,
+        salt: bytes,
+        block: int,
+        tier: TierName = "pool",
+    ) -> None:
+        self.last = number = self.last + 1
+        self._ring[number % self.size] = (
+            number,
+            self.now,
+            "stored",
+            tier,
+            block_hash,
+            parent_hash,
+            tokens,
+            salt,
+            block,
+        )
+
+    def removed(
+        self, block_hash: bytes, parent_hash: bytes, salt: bytes, block: int, tier: TierName = "pool"
+    ) -> None:
+        self.last = number = self.last + 1
+        self._ring[number % self.size] = (
+            number,
+            self.now,
+            "removed",
+            tier,
+            block_hash,
+            parent_hash,
+            b"",
+            salt,
+            block,
+            self.cause,
+            self.asker,
+        )
+
+    def cleared(self) -> None:
+        """Nothing is found any more."""
+        self.last = number = self.last + 1
+        self._ring[number % self.size] = (
+            number,
+            self.now,
+            "cleared",
+            "pool",
+            b"",
+            b"",
+            b"",
+            b"",
+            -1,
+            self.cause,
+            NOBODY,
+        )
+
+    def trim(self) -> None:
+        """Forget the oldest removals; to be called now and then. Half of the events are removals at most, in
+        the long run, and a table that grows further takes long to do so.
+        """
+        if len(self._removals) >= self.size // 2:
+            self._removals, self._older_removals = {}, self._removals
+
+    def removal(self, block_hash: bytes) -> CacheEvent | None:
+        """The last time that this content was removed from where it was; None if that is too long ago."""
+        for number in range(max(self._looked_up_to, self.last - self.size) + 1, self.last + 1):
+            kept = self._ring[number % self.size]
+            if kept[2] == "removed":
+                self._removals[kept[4]] = number
+        self._looked_up_to = self.last
+        number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
+        return _event(self._ring[number % self.size]) if number and self.has(number - 1) else None
+
+    def asker_of(self, event: CacheEvent) -> Asker:
+        """For whom something was removed; nobody if it was for no request, or too long ago."""
+        kept = self._ring[event.sequence % self.size]
+        return kept[-1] if event.request_id and kept[0] == event.sequence else NOBODY
+
+    def has(self, after: int) -> bool:
+        """Whether all events after that number are still here, and such a number has been."""
+        return max(self.last - self.size, 0) <= after <= self.last
+
+    def since(self, after: int, limit: int) -> list[CacheEvent]:
+        """At most `limit` events after that number, which must be here."""
+        return [_event(kept) for kept in self.raw_since(after, limit)]
+
+    def raw_since(self, after: int, limit: int) -> list[RawEvent]:
+        """The same, as they lie here."""
+        assert self.has(after)
+        numbers = range(after + 1, min(after + limit, self.last) + 1)
+        return [self._ring[number % self.size] for number in numbers]
+
+
+def _event(kept: RawEvent) -> CacheEvent:
+    event = CacheEvent(*kept[:PLAIN])
+    if len(kept) == PLAIN:
+        return event
+    return replace(event, cause=kept[PLAIN], request_id=kept[PLAIN + 1].request_id)

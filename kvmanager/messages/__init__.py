@@ -1,0 +1,1 @@
+"""The messages by subject; import them from `kvmanager.protocol`."""

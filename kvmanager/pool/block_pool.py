@@ -1,0 +1,363 @@
+"""Block pool: the life of every block, from free over granted and sealed to cached, and back.
+
+    FREE ──grant──▶ RESERVED ──seal──▶ SEALED ──last release──▶ CACHED ──evict──▶ FREE
+     ▲                 │ release          ▲──────────hold──────────┘
+     └─────────────────┴── QUARANTINED (a writer that may still live)
+
+A sealed block is full, or partial: the tail of a sequence that has ended. A partial one is found only as a
+child of its parent, to copy from; it is never written again.
+
+Everything about a block is in parallel lists indexed by its id. Each change of state is one method here; it
+keeps the queues, the index and the ledger in step, and notes the block in `changed`:
+its record must be written before any message that depends on it leaves.
+"""
+
+from collections.abc import Iterable, Iterator
+from hashlib import sha256
+from itertools import chain
+from typing import NamedTuple
+
+from kvmanager.asking.event_log import EventLog
+from kvmanager.pool.children import Children
+from kvmanager.pool.free_queue import FreeQueue
+from kvmanager.pool.hashing import NO_SALT, TOKEN_BYTES, block_hash, root_hash
+from kvmanager.pool.ledger import Holder, Ledger
+from kvmanager.pool.prefix_index import PrefixIndex
+from kvmanager.protocol import BlockRef, Layout, PoolStats
+
+NO_OWNER = bytes(8)
+ANYBODY = sha256(b"").digest()[:8]  # owner tag of a block that any process may still use
+NO_HASH = b""
+
+
+FREE, RESERVED, SEALED, CACHED, QUARANTINED = range(5)
+STATE_NAMES = ("FREE", "RESERVED", "SEALED", "CACHED", "QUARANTINED")
+
+
+class BlockRecord(NamedTuple):
+    """What `blocks.meta` keeps of a block. CACHED is SEALED here; the others have no hashes or tokens."""
+
+    state: int
+    generation: int
+    owner_tag: bytes  # 8 bytes: who may write it while RESERVED
+    block_hash: bytes
+    parent_hash: bytes
+    salt: bytes
+    tokens: bytes  # packed
+    sealed_at: float  # seconds, CLOCK_MONOTONIC
+
+
+class BlockPool:
+    """All blocks of one layout. New: every block is free."""
+
+    __slots__ = (
+        "backed",
+        "block_bytes",
+        "block_hash",
+        "block_size",
+        "cached",
+        "changed",
+        "children",
+        "evictions",
+        "free",
+        "generation",
+        "hits",
+        "index",
+        "layout",
+        "ledger",
+        "log",
+        "may_evict",
+        "num_blocks",
+        "num_quarantined",
+        "num_sealed",
+        "of_salt",
+        "owner_tag",
+        "parent_hash",
+        "root",
+        "salt",
+        "sealed_at",
+        "state",
+        "tokens",
+        "unfound",
+    )
+
+    def __init__(self, num_blocks: int, layout: Layout, log: EventLog | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.block_bytes = layout.block_size * TOKEN_BYTES  # of a full block's packed tokens
+        self.root = root_hash(layout)
+        self.state = [FREE] * num_blocks
+        self.generation = [0] * num_blocks
+        self.owner_tag = [NO_OWNER] * num_blocks
+        self.block_hash = [NO_HASH] * num_blocks
+        self.parent_hash = [NO_HASH] * num_blocks
+        self.salt = [NO_SALT] * num_blocks
+        self.tokens = [b""] * num_blocks
+        self.sealed_at = [0.0] * num_blocks
+        self.hits = [0] * num_blocks
+        """How often requests began with this content."""
+        self.free = FreeQueue(num_blocks)
+        self.cached = FreeQueue(num_blocks)
+        self.backed = FreeQueue(num_blocks)
+        """Cached blocks that need no copy any more, as a tier has their content: evicted before `cached`."""
+        self.index = PrefixIndex()
+        self.children = Children(self.tokens)
+        self.of_salt: dict[bytes, set[int]] = {}
+        """Blocks in the index, by the salt that finds them; most have none, and are not here."""
+        self.unfound: set[int] = set()
+        """Sealed blocks that are to be found no more: they are free as soon as nobody holds them."""
+        self.log = log or EventLog()
+        self.ledger = Ledger(num_blocks)
+        self.num_sealed = 0
+        self.num_quarantined = 0
+        self.changed: set[int] = set()
+        self.may_evict = True
+        """False while processes of an earlier start may still read blocks that only look unused."""
+        self.evictions = 0
+        for block in range(num_blocks):
+            self.free.append(block)
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be granted now."""
+        return len(self.free) + (len(self.backed) + len(self.cached) if self.may_evict else 0)
+
+    @property
+    def counts(self) -> list[int]:
+        """Blocks by state."""
+        free, cached = len(self.free), len(self.backed) + len(self.cached)
+        reserved = self.num_blocks - free - self.num_sealed - cached - self.num_quarantined
+        return [free, reserved, self.num_sealed, cached, self.num_quarantined]
+
+    def ref(self, block: int) -> BlockRef:
+        return (block, self.generation[block])
+
+    def refs(self, blocks: Iterable[int]) -> tuple[BlockRef, ...]:
+        generation = self.generation
+        return tuple([(block, generation[block]) for block in blocks])
+
+    def grant(self, holder: Holder) -> int:
+        """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
+        not be 0.
+        """
+        return self.grant_all(1, holder)[0]
+
+    def grant_all(self, count: int, holder: Holder) -> list[int]:
+        """So many such blocks: what concerns many at once is done at once, as time counts here."""
+        generation, owner_tag, state = self.generation, self.owner_tag, self.state
+        blocks = self.free.pop_all(min(count, len(self.free)))
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
+            generation[block] += 1
+            owner_tag[block] = holder.owner_tag
+            state[block] = RESERVED
+        self.ledger.add_first(blocks, holder)
+        self.changed.update(blocks)
+        return blocks
+
+    def seal(
+        self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float, digest: bytes = b""
+    ) -> bytes:
+        """The block is never written again, full or not: from now on it is found. Returns its hash, which is
+        `digest` where that is known.
+        """
+        assert self.state[block] == RESERVED
+        assert 0 < len(tokens) <= self.block_bytes
+        digest = digest or block_hash(parent_hash, tokens, salt)
+        self.block_hash[block] = digest
+        self.parent_hash[block] = parent_hash
+        self.tokens[block] = tokens
+        self.salt[block] = salt
+        self.sealed_at[block] = now
+        self.state[block] = SEALED
+        self.num_sealed += 1
+        self._publish(block, digest, parent_hash, tokens, salt)
+        key = parent_hash + salt
+        if self.children.only.setdefault(key, block) != block:
+            self.children.add(key, block)
+            for other in self.children.beginnings(key, tokens):
+                if other in self.cached and self.is_partial(other):
+                    self.cached.remove(other)
+                    self.cached.prepend(other)
+        self.changed.add(block)
+        return digest
+
+    def is_partial(self, block: int) -> bool:
+        """Whether it is sealed with less than a full block of tokens."""
+        return 0 < len(self.tokens[block]) < self.block_bytes
+
+    def find(self, digest: bytes, parent_hash: bytes, tokens: bytes) -> int | None:
+        """The block with this content. What it holds is compared too: a hash alone is never trusted."""
+        block = self.index.find(digest)
+        if block is None or self.tokens[block] != tokens or self.parent_hash[block] != parent_hash:
+            return None
+        return block
+
+    def hold(self, block: int, holder: Holder) -> None:
+        """One more holder of a block that is in use or cached."""
+        if self.state[block] == CACHED:
+            (self.backed if block in self.backed else self.cached).remove(block)
+            self.state[block] = SEALED
+            self.num_sealed += 1
+        assert self.state[block] != FREE, f"block {block} is free: grant it"
+        self.ledger.add(block, holder)
+
+    def set_aside(self, block: int) -> None:
+        """This cached block need not be copied before it is evicted."""
+        self.cached.remove(block)
+        self.backed.append(block)
+
+    def release(self, block: int, holder: Holder) -> None:
+        """`holder` no longer needs the block. After the last one it is cached if it is sealed, else free.
+
+        It is evicted after all that are cached now; but a partial one that a sibling covers, before them.
+        """
+        self.release_all((block,), holder)
+
+    def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
+        """The same for each of them, in this order."""
+        state, kept = self.state, []
+        for block in self.ledger.remove_all(blocks, holder):
+            if state[block] != SEALED or block in self.unfound:
+                self._free(block)
+                continue
+            state[block] = CACHED
+            self.num_sealed -= 1
+            if len(self.tokens[block]) < self.block_bytes and self._is_covered(block):
+                self.cached.prepend(block)
+            else:
+                kept.append(block)
+        self.cached.extend(kept)
+
+    def evictable(self) -> Iterator[int]:
+        """Cached blocks in the order in which they are evicted if nothing else happens."""
+        return chain(self.backed, self.cached)
+
+    def evict(self, block: int) -> None:
+        """Forget what this cached block holds, whenever its turn would have come."""
+        assert self.may_evict, "no block may be evicted now"
+        (self.backed if block in self.backed else self.cached).remove(block)
+        self._unpublish(block)
+        self._free(block)
+
+    def unfind(self, block: int) -> None:
+        """This block in use is found no more; those who hold it go on with it."""
+        assert self.state[block] == SEALED
+        self._unpublish(block)
+        self.unfound.add(block)
+        self.changed.add(block)
+
+    def seal_unfound(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
+        """Seal a block that nobody shall find, as it follows one that is found no more. Returns its hash."""
+        assert self.state[block] == RESERVED
+        digest = block_hash(parent_hash, tokens, salt)
+        self.block_hash[block], self.parent_hash[block] = digest, parent_hash
+        self.tokens[block], self.salt[block], self.sealed_at[block] = tokens, salt, now
+        self.state[block] = SEALED
+        self.num_sealed += 1
+        self.unfound.add(block)
+        self.changed.add(block)
+        return digest
+
+    def quarantine(self, block: int) -> None:
+        """Its writer was told to stop but may not have: it stays out of use until its holder releases it."""
+        assert self.state[block] == RESERVED
+        self.state[block] = QUARANTINED
+        self.num_quarantined += 1
+
+    def restore(self, block: int, record: BlockRecord) -> None:
+        """At start: take a sealed block over from its record as cached; it must still be new."""
+        assert self.state[block] == FREE
+        assert record.state == SEALED
+        self.free.remove(block)
+        self.block_hash[block] = record.block_hash
+        self.parent_hash[block] = record.parent_hash
+        self.tokens[block] = record.tokens
+        self.salt[block] = record.salt
+        self.sealed_at[block] = record.sealed_at
+        self.state[block] = CACHED
+        self._publish(block, record.block_hash, record.parent_hash, record.tokens, record.salt)
+        self.children.add(record.parent_hash + record.salt, block)
+        self.cached.append(block)
+
+    def restore_quarantined(self, block: int, holder: Holder) -> None:
+        """At start: a block that a process of an earlier start may still write; it must still be new."""
+        self.free.remove(block)
+        self.owner_tag[block] = holder.owner_tag
+        self.state[block] = QUARANTINED
+        self.num_quarantined += 1
+        self.ledger.add(block, holder)
+
+    def record(self, block: int) -> BlockRecord:
+        """What to write for this block; a QUARANTINED one is RESERVED to its writer, and one that is found no
+        more to whoever may read it.
+        """
+        state = self.state[block]
+        if state in (SEALED, CACHED) and block not in self.unfound:
+            return BlockRecord(
+                SEALED,
+                self.generation[block],
+                NO_OWNER,
+                self.block_hash[block],
+                self.parent_hash[block],
+                self.salt[block],
+                self.tokens[block],
+                self.sealed_at[block],
+            )
+        kept = FREE if state == FREE else RESERVED
+        owner = ANYBODY if block in self.unfound else self.owner_tag[block]
+        return BlockRecord(kept, self.generation[block], owner, NO_HASH, NO_HASH, NO_SALT, b"", 0.0)
+
+    def statistics(self) -> PoolStats:
+        """Blocks by state."""
+        return PoolStats(self.num_blocks, self.block_size, *self.counts)
+
+    def _evict(self, count: int) -> list[int]:
+        """Forget the content of the blocks that are next, which are no longer counted then."""
+        assert self.may_evict, "no block may be evicted now"
+        blocks = self.backed.pop_all(min(count, len(self.backed)))
+        blocks += self.cached.pop_all(count - len(blocks))
+        for block in blocks:
+            self._unpublish(block)
+            self.block_hash[block], self.tokens[block] = NO_HASH, b""
+        self.evictions += count
+        return blocks
+
+    def _free(self, block: int) -> None:
+        self.block_hash[block], self.tokens[block] = NO_HASH, b""
+        self.unfound.discard(block)
+        self.num_sealed -= self.state[block] == SEALED
+        self.num_quarantined -= self.state[block] == QUARANTINED
+        self.state[block] = FREE
+        self.owner_tag[block] = NO_OWNER
+        self.free.append(block)
+        self.changed.add(block)
+
+    def _publish(self, block: int, digest: bytes, parent_hash: bytes, tokens: bytes, salt: bytes) -> None:
+        """From now on the block is found."""
+        if self.index.add(digest, block):
+            self.log.stored(digest, parent_hash, tokens, salt, block)
+        self.hits[block] = 0
+        if salt:
+            self.of_salt.setdefault(salt, set()).add(block)
+
+    def _unpublish(self, block: int) -> None:
+        """From now on it is not; but a copy of it is, if there is one."""
+        digest, parent_hash, salt = self.block_hash[block], self.parent_hash[block], self.salt[block]
+        if self.index.remove(digest, block):
+            self.log.removed(digest, parent_hash, salt, block)
+        else:
+            copy = self.index.find(digest)
+            assert copy is not None
+            self.log.stored(digest, parent_hash, self.tokens[copy], salt, copy)
+        self.children.remove(parent_hash + salt, block)
+        if salt:
+            found = self.of_salt[salt]
+            found.remove(block)
+            if not found:
+                del self.of_salt[salt]
+
+    def _is_covered(self, block: int) -> bool:
+        return self.children.is_covered(self.parent_hash[block] + self.salt[block], block)

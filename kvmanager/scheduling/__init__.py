@@ -1,0 +1,1 @@
+"""The decisions: who is let in, who starts where, who gives way, what a report changes. Pure."""

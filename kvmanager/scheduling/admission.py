@@ -1,0 +1,326 @@
+"""Admission: which waiting request starts next, where, and on which blocks.
+
+Strictly in the queue's order: if the first one does not fit, nobody behind it starts, so that none starves;
+and running ones of a lower priority give way to it.
+A request starts with all its sequences or not at all; until everything is known to be there, nothing is
+changed.
+"""
+
+from typing import Literal, NamedTuple
+
+from kvmanager.asking.event_log import NOBODY, Asker
+from kvmanager.pool.block_pool import CACHED, BlockPool
+from kvmanager.pool.block_table import Sequence
+from kvmanager.protocol import Lookup, Rejected, SequenceStart, Start
+from kvmanager.scheduling import pressure
+from kvmanager.scheduling.clients import Frontend, Runner
+from kvmanager.scheduling.requests import ActiveStart, Found, Group, Request, RequestState
+from kvmanager.state import State
+from kvmanager.tier.tiering import Copies
+
+
+class Plan(NamedTuple):
+    """What a start would take: for each group what the cache has of it, and how many fresh blocks."""
+
+    found: tuple[Found, ...]
+    new_blocks: int
+    cached_hits: int  # distinct hits that nobody holds: reusing them takes them from what is available
+    cached_sources: int  # the same of blocks to copy from
+
+
+def plan_start(pool: BlockPool, request: Request) -> Plan:
+    """Look everything up; changes nothing."""
+    read = request.submit.read_cache
+    found = tuple([group.lookup(pool, request.salt) if read else Found([]) for group in request.groups])
+    total = sum([-(-len(group.tokens) // pool.block_size) for group in request.groups])
+    hits = {block for each in found for block in each.blocks}
+    sources = {each.source for each in found if each.num_shared} - hits
+    return Plan(
+        found,
+        total - sum([len(each.blocks) for each in found]),
+        num_cached(pool, hits),
+        num_cached(pool, sources),
+    )
+
+
+def num_cached(pool: BlockPool, blocks: set[int]) -> int:
+    """How many of them nobody holds."""
+    return sum([pool.state[block] == CACHED for block in blocks])
+
+
+def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:
+    """Whether there are blocks for this start, and enough are left then for what runs to grow, if anything
+    does. To say how many takes long, and there are most often more than are ever left for it.
+    """
+    room = pool.available - plan.new_blocks
+    if pool.may_evict:
+        room -= plan.cached_hits + plan.cached_sources
+    least = int(state.policy.watermark * pool.num_blocks)
+    most = int(state.policy.growth_room * pool.num_blocks)
+    if room >= max(least, most) or not any(runner.seats for runner in state.runners):
+        return room >= 0
+    return room >= least and room >= min(most, pressure.expected_growth(state, pool, request))
+
+
+def without_copies(plan: Plan) -> Plan:
+    """The plan that computes what it would copy, and so keeps no block to copy from."""
+    return plan._replace(found=tuple(Found(each.blocks) for each in plan.found), cached_sources=0)
+
+
+def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size: int) -> int:
+    """Blocks of a request at its longest. Choices share full prompt blocks; the last token needs none."""
+    shared = num_prompt // block_size
+    each = -(-(num_prompt + max_tokens - 1) // block_size)
+    return shared + num_choices * (each - shared)
+
+
+def largest_request(state: State) -> int:
+    """Blocks that one of the requests that are live now may come to need, at most."""
+    if state.pool is None:
+        return 0
+    size = state.pool.block_size
+    frontends = [client for client in state.clients.values() if isinstance(client, Frontend)]
+    submits = [request.submit for frontend in frontends for request in frontend.requests.values()]
+    needs = (
+        blocks_needed(len(each.prompt_token_ids), each.sampling.max_tokens, len(each.choices), size)
+        for each in submits
+    )
+    return max(needs, default=0)
+
+
+def why_it_never_fits(state: State, request: Request) -> str:
+    """The reason with its numbers, or an empty string. Runners' limits are known while there are any."""
+    submit = request.submit
+    num_prompt, max_tokens, num_choices = len(request.prompt), submit.sampling.max_tokens, len(submit.choices)
+    if state.pool is not None:
+        size = state.pool.block_size
+        needed = blocks_needed(num_prompt, max_tokens, num_choices, size)
+        if needed > state.pins.usable(state.pool):
+            pinned = len(state.pins.uses)
+            return (
+                f"the request needs {needed} blocks of {size} tokens ({num_prompt} prompt tokens, "
+                f"max_tokens {max_tokens}, {num_choices} choices) and the pool has {state.pool.num_blocks}"
+                f"{f', of which {pinned} are pinned' if pinned else ''}; "
+                f"ask for fewer tokens, {'remove a pin, ' if pinned else ''}or start with larger pool_bytes"
+            )
+    if state.runners:
+        longest = max([runner.hello.max_model_len for runner in state.runners])
+        if num_prompt + max_tokens > longest:
+            return (
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}, "
+                f"and the model takes {longest}; ask for fewer tokens"
+            )
+        widest = max([runner.hello.max_num_seqs for runner in state.runners])
+        if num_choices > widest:
+            return f"{num_choices} choices are more than the {widest} sequences of a runner; ask for fewer"
+    return ""
+
+
+def postpone(pool: BlockPool, request: Request, usable: int) -> None:
+    """Leave for later what might not fit beside the first groups.
+
+    Choices that have gone apart no longer share the prompt for sure (its blocks may have been evicted), so
+    together they may need more than the `usable` blocks, although the request was small enough when new.
+    """
+    each = -(-(request.max_length - 1) // pool.block_size)
+    needed = 0
+    for place, group in enumerate(request.groups):
+        shared = len(group.tokens) // pool.block_size
+        needed += shared + len(group.choices) * (each - shared)
+        if place and needed > usable:
+            request.later.extend(request.groups[place:])
+            del request.groups[place:]
+            return
+
+
+def pick_runner(state: State, request: Request, now: float) -> Runner | None:
+    """The least loaded runner that has room for all choices and takes that many tokens; a silent one only if
+    there is no other.
+    """
+    num_choices = request.num_choices
+    able = [
+        runner
+        for runner in state.runners
+        if runner.free_seats() >= num_choices and runner.hello.max_model_len >= request.max_length
+    ]
+    return min(
+        able, key=lambda runner: (now - runner.last_heard >= pressure.SILENCE, runner.seats), default=None
+    )
+
+
+def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> bytes | None:
+    """The deepest block of the request that is being computed now, where its first missing one is."""
+    producers = state.in_flight.producers
+    if not producers or not request.submit.read_cache or not state.policy.prefix_wait:
+        return None
+    for group, found in zip(request.groups, plan.found, strict=True):
+        deepest = None
+        for digest, _, _ in group.blocks(pool, request.salt)[len(found.blocks) :]:
+            if digest not in producers:
+                break
+            deepest = digest
+        if deepest is not None:
+            return deepest
+    return None
+
+
+class Decision(NamedTuple):
+    """What becomes of a request whose turn it is, and what has to be known for that."""
+
+    outcome: Literal["start", "wait_for_prefix", "wait_for_tier", "wait_for_room", "refuse"]
+    reason: str = ""  # of "refuse"
+    runner: Runner | None = None
+    plan: Plan | None = None  # None: nothing was looked up, as there is no seat for it anywhere
+    awaited: bytes = b""  # hash of the block that is being computed, of "wait_for_prefix"
+    copies: Copies | None = None  # of "wait_for_tier"
+    victims: tuple[ActiveStart, ...] = ()  # that would have to give way, of "wait_for_room"; one at a time
+
+
+def decide(state: State, pool: BlockPool, request: Request, now: float) -> Decision:
+    """Changes nothing, but leaves for later what of the request might not fit at once."""
+    if reason := why_it_never_fits(state, request):
+        return Decision("refuse", reason)
+    postpone(pool, request, state.pins.usable(pool))
+    runner = pick_runner(state, request, now)
+    if runner is None and not pressure.lower(state, request, now):
+        return Decision("wait_for_room")
+    plan = plan_start(pool, request)
+    if (digest := in_flight(state, pool, request, plan)) is not None:
+        return Decision("wait_for_prefix", "", runner, plan, digest)
+    if runner is None:
+        victims = pressure.seat_victims(state, request, now)
+        return Decision("wait_for_room", plan=plan, victims=victims)
+    if not fits(state, pool, request, plan):
+        smaller = without_copies(plan)
+        if any(runner.seats for runner in state.runners) or not fits(state, pool, request, smaller):
+            needed = plan.new_blocks + plan.cached_hits
+            victims = pressure.block_victims(state, pool, request, needed, now)
+            return Decision("wait_for_room", "", runner, plan, victims=victims)
+        plan = smaller
+    if state.tiering is not None:
+        hits = [found.blocks for found in plan.found]
+        copies = state.tiering.copies_for(pool, request, hits, now)
+        if copies is not None:
+            return Decision("wait_for_tier", "", runner, plan, copies=copies)
+    return Decision("start", "", runner, plan)
+
+
+def admit(state: State, now: float) -> None:
+    """Start requests from the head of the queue for as long as the first one fits.
+
+    One whose next block is being computed now steps aside until it is there: those behind it need not wait.
+    """
+    state.admission_due = False
+    pool = state.pool
+    while pool is not None and (request := state.waiting.first) is not None:
+        decision = decide(state, pool, request, now)
+        if decision.outcome == "refuse":
+            reject_waiting(state, request, "can_never_fit", decision.reason)
+        elif decision.outcome == "wait_for_prefix":
+            producer = state.in_flight.producers[decision.awaited]
+            request.waited_for, request.waited_since = producer.request_id, now
+            state.in_flight.await_block(request, decision.awaited)
+            state.counters.prefix_waits += 1
+        elif decision.outcome == "start":
+            assert decision.runner is not None
+            assert decision.plan is not None
+            start(state, pool, request, decision.runner, decision.plan, now)
+        else:
+            if decision.victims:
+                pressure.preempt(state, decision.victims[0])
+            if decision.copies is not None and state.tiering is not None:
+                state.tiering.begin(pool, request, decision.copies, now)
+            return
+
+
+def reject_waiting(state: State, request: Request, code: str, message: str, retry_after: float = 0.0) -> None:
+    """Drop a request that waits, and say why."""
+    state.forget(request)
+    state.counters.rejected += 1
+    submit = request.submit
+    state.send(request.frontend, Rejected(submit.request_id, submit.attempt, code, message, retry_after))
+
+
+def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan: Plan, now: float) -> None:
+    """Take the blocks and tell the runner. Hits are held before any is granted: none is evicted for it."""
+    state.waiting.remove(request)
+    request.state = RequestState.RUNNING
+    state.last_start_id += 1
+    active = ActiveStart(state.last_start_id, request, runner, now)
+    request.active = active
+    request.copies_until = None
+    request.lookup = Lookup(
+        len(request.groups[0].tokens),
+        len(plan.found[0].blocks),
+        plan.found[0].num_shared,
+        request.promoted,
+        request.waited_for,
+        now - request.waited_since if request.waited_for else 0.0,
+    )
+    runner.active[active.start_id] = active
+    runner.seats += request.num_choices
+    for group, found in zip(request.groups, plan.found, strict=True):
+        sequence = begin(active, group, pool)
+        sequence.reuse(pool, found.blocks)
+        if found.num_shared:
+            sequence.copy_from(pool, found.source, found.num_shared)
+        sequence.num_cached = sequence.num_computed
+        sequence.advanced_at = now
+        state.in_flight.announce(sequence, [digest for digest, _, _ in group.blocks(pool, request.salt)])
+        if request.computed:
+            lost = request.computed.get(sequence.choice, 0) - sequence.num_computed
+            state.counters.recomputed_tokens += max(lost, 0)
+        active.sequences[sequence.choice] = sequence
+    count_lookup(state, request, active)
+    starts = []
+    pool.log.asker = Asker(request.submit.request_id, request.salt)
+    for group, sequence in zip(request.groups, active.sequences.values(), strict=True):
+        sequence.grow(pool, -(-len(group.tokens) // pool.block_size))
+        starts.append(
+            SequenceStart(
+                sequence.choice,
+                group.output,
+                pool.refs(sequence.table),
+                sequence.num_computed,
+                sequence.pending_forks,
+                None if sequence.source is None else pool.ref(sequence.source),
+            )
+        )
+    pool.log.asker = NOBODY
+    submit = request.submit
+    runner.outbox.starts.append(
+        Start(
+            active.start_id,
+            submit.request_id,
+            submit.attempt,
+            request.frontend.hello.token_endpoint,
+            submit.prompt_token_ids,
+            submit.sampling,
+            tuple(starts),
+        )
+    )
+
+
+def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:
+    """The sequence of a group, without blocks yet."""
+    sequence = Sequence(
+        active.runner.owner_tag,
+        active.start_id,
+        group.choices[0],
+        group.tokens[:],
+        active.request.salt,
+        pool.root,
+        group.choices[1:],
+    )
+    sequence.request_id = active.request.submit.request_id
+    sequence.max_length = active.request.max_length
+    return sequence
+
+
+def count_lookup(state: State, request: Request, active: ActiveStart) -> None:
+    """Once per request, however often it waited, was preempted or resubmitted."""
+    if request.submit.read_cache and not request.counted:
+        state.counters.prefix_cache_queries += len(request.prompt)
+        first = next(iter(active.sequences.values()))
+        state.counters.prefix_cache_hits += min(first.num_computed, len(request.prompt))
+    request.counted = True

@@ -1,0 +1,119 @@
+"""Submits and cancels: what is accepted into the queue, what is refused and why."""
+
+import math
+
+from kvmanager.pool.hashing import tenant_fault
+from kvmanager.protocol import (
+    MAX_BEAMS,
+    MAX_CHOICES,
+    MAX_ID_CHARS,
+    MAX_PROMPT_TOKENS,
+    MAX_TEXT_CHARS,
+    Accepted,
+    Cancel,
+    Rejected,
+    Submit,
+    find_sampling_fault,
+)
+from kvmanager.scheduling.admission import why_it_never_fits
+from kvmanager.scheduling.clients import Frontend
+from kvmanager.scheduling.requests import Request
+from kvmanager.state import State
+
+RETRY_AFTER = 1.0  # seconds
+
+
+class Refusal(Exception):
+    """Why a request is not accepted: a wire code, the message, and after how many seconds to try again."""
+
+    def __init__(self, code: str, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after
+
+
+def submit(state: State, frontend: Frontend, message: Submit, now: float) -> None:
+    """Queue the request and answer Accepted, or answer Rejected. A repeated one changes nothing."""
+    known = frontend.requests.get(message.request_id)
+    attempt, counted = state.gone.get((frontend.client_id, message.request_id), (-1, False))
+    if known is not None:
+        attempt, counted = known.submit.attempt, known.counted
+    if message.attempt > attempt or message.attempt < 0:
+        try:
+            request = accept(state, frontend, message, now)
+        except Refusal as refusal:
+            state.counters.rejected += 1
+            answer = (message.request_id, message.attempt, refusal.code, refusal.message, refusal.retry_after)
+            state.send(frontend, Rejected(*answer))
+            return
+        if known is not None:
+            state.cancel(known)
+        state.last_serial = request.serial
+        request.counted = counted
+        frontend.requests[message.request_id] = request
+        state.waiting.add(request)
+        state.admission_due = True
+    state.send(frontend, Accepted(message.request_id, message.attempt))
+
+
+def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Request:
+    """Check everything that can be checked now; changes nothing. Raises Refusal."""
+    if fault := find_fault(message):
+        raise Refusal("invalid_request", fault)
+    try:
+        request = Request(frontend, message, state.last_serial + 1)
+    except OverflowError:
+        raise Refusal("invalid_request", "a token id is negative or does not fit 32 bits") from None
+    if state.pool is None:
+        raise Refusal("not_ready", "no runner has registered yet, so there is no block pool", RETRY_AFTER)
+    if now - state.last_runner_seen >= state.policy.runner_wait:
+        raise Refusal("not_ready", no_runner(state), RETRY_AFTER)
+    if reason := why_it_never_fits(state, request):
+        raise Refusal("can_never_fit", reason)
+    resumed = any(choice.output_token_ids for choice in message.choices)
+    if len(state.waiting) >= state.policy.max_waiting and not resumed:
+        raise Refusal(
+            "queue_full", f"{len(state.waiting)} requests are waiting, which is the limit", RETRY_AFTER
+        )
+    return request
+
+
+def no_runner(state: State) -> str:
+    return f"no runner has been there, or made progress, for {state.policy.runner_wait:g} s"
+
+
+def find_fault(message: Submit) -> str:
+    """What is wrong with the fields themselves, or an empty string."""
+    indices = [choice.index for choice in message.choices]
+    max_tokens = message.sampling.max_tokens
+    if not 1 <= len(message.request_id) <= MAX_ID_CHARS:
+        return f"request_id has {len(message.request_id)} characters, want 1 to {MAX_ID_CHARS}"
+    if len(message.cache_salt) > MAX_TEXT_CHARS:
+        return f"cache_salt has {len(message.cache_salt)} characters, want at most {MAX_TEXT_CHARS}"
+    if fault := tenant_fault(message.tenant):
+        return fault
+    if not 1 <= len(message.prompt_token_ids) <= MAX_PROMPT_TOKENS:
+        return f"the prompt has {len(message.prompt_token_ids)} tokens, want 1 to {MAX_PROMPT_TOKENS}"
+    if not 1 <= len(indices) <= MAX_CHOICES or len(set(indices)) != len(indices):
+        return f"{len(indices)} choices, want 1 to {MAX_CHOICES} with different indices"
+    if min(indices) < 0 or max(indices) >= MAX_CHOICES:
+        return f"choice indices are {min(indices)} to {max(indices)}, want 0 to {MAX_CHOICES - 1}"
+    if max_tokens < 1 or max([len(choice.output_token_ids) for choice in message.choices]) >= max_tokens:
+        return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
+    if (beam := message.sampling.beam) is not None and (
+        not 1 <= beam.width <= MAX_BEAMS
+        or indices != list(range(beam.width))
+        or any(choice.output_token_ids for choice in message.choices)
+    ):
+        return f"a beam search of width {beam.width} (1 to {MAX_BEAMS}) wants as many choices, without output"
+    if message.attempt < 0 or not math.isfinite(message.arrival):
+        return f"attempt {message.attempt} or arrival {message.arrival} is not a usable number"
+    return find_sampling_fault(message.sampling)
+
+
+def cancel(state: State, frontend: Frontend, message: Cancel) -> None:
+    """Drop that very attempt; anything else under the id is left alone."""
+    request = frontend.requests.get(message.request_id)
+    if request is not None and request.submit.attempt == message.attempt:
+        state.cancel(request)

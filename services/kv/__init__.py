@@ -1,0 +1,1 @@
+"""The cache can be asked: the routes under /kv/."""

@@ -1,0 +1,1 @@
+"""Resumable streams: journals that any frontend reads and takes over."""

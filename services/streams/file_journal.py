@@ -1,0 +1,342 @@
+"""Journals as files in the pool directory: `streams/<id>`, and `streams/<id>.lock` while somebody owns it.
+
+A file is frames, each a length and a CRC-32 before its MessagePack: the spec, then batches. It is only
+appended to, so other frontends read it while it grows; a frame that is not whole is not there yet, or never
+will be. Once it holds twice what is kept it is written anew beside itself and renamed. The owner holds the
+lock, touches the file every second, and learns from the lock file's time whether readers elsewhere were
+there.
+"""
+
+import asyncio
+import logging
+import os
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from services.streams.journal import (
+    Batch,
+    Journal,
+    JournalError,
+    JournalLost,
+    StreamSpec,
+    StreamState,
+    full,
+    unavailable,
+)
+from services.supervisor.lock_files import FileLock
+
+POLL: Final = 0.02  # seconds between two looks at a file that others write
+STUCK: Final = 30.0  # seconds without a sign of the owner, though it holds its lock
+SWEPT: Final = 256  # files looked at by one sweep
+
+log = logging.getLogger("pagekeeper.streams")
+
+_FRAME: Final = struct.Struct("<II")  # bytes, CRC-32
+_NAME: Final = re.compile(r"[a-z]+-[0-9a-f]+")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_spec = msgspec.msgpack.Decoder(StreamSpec).decode
+_decode_batch = msgspec.msgpack.Decoder(Batch).decode
+
+
+def _frame(value: StreamSpec | Batch) -> bytes:
+    data = _encode(value)
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
+def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(end, content) of every whole frame, up to the first that is not."""
+    at = 0
+    while at + _FRAME.size <= len(data):
+        length, checksum = _FRAME.unpack_from(data, at)
+        content = data[at + _FRAME.size : at + _FRAME.size + length]
+        if not content or len(content) < length or zlib.crc32(content) != checksum:
+            return
+        at += _FRAME.size + length
+        yield at, content
+
+
+def _load(data: bytes, max_bytes: int) -> tuple[StreamState, int]:
+    """The state, and how many bytes of `data` it stands for. Raises JournalError without a readable spec."""
+    state, size = None, 0
+    try:
+        for end, content in _frames(data):
+            if state is None:
+                state = StreamState(_decode_spec(content), max_bytes)
+            else:
+                state.apply(_decode_batch(content))
+            size = end
+    except msgspec.DecodeError as error:
+        raise JournalError(f"the journal cannot be read: {error}") from None
+    if state is None:
+        raise JournalError("the journal has no readable beginning")
+    return state, size
+
+
+class FileJournal:
+    """One that this process owns."""
+
+    def __init__(
+        self, path: Path, lock: FileLock, fd: int, state: StreamState, size: int, ttl: float
+    ) -> None:
+        self.state = state
+        self._path = path
+        self._lock = lock
+        self._fd = fd
+        self._size = self._compacted = size
+        self._ttl = ttl
+
+    async def append(self, batch: Batch) -> None:
+        self._write(_frame(batch))
+        self.state.apply(batch)
+        if self._size - self._compacted > 2 * self.state.ring.max_bytes:
+            self._compact()
+
+    async def renew(self) -> bool:
+        try:
+            if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:
+                raise JournalLost("the journal was replaced")
+            os.utime(self._fd)
+        except FileNotFoundError:
+            raise JournalLost("the journal was removed") from None
+        return time.time() - self._lock.touched < self._ttl
+
+    async def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._lock.release()
+
+    async def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+        await self.close()
+
+    def _write(self, data: bytes) -> None:
+        """All of it or, as far as readers can tell, nothing."""
+        try:
+            written = os.write(self._fd, data)
+            if written < len(data):
+                raise OSError(f"{written} of {len(data)} bytes were written")
+        except OSError as error:
+            raise JournalError(f"{self._path} cannot be written: {error}") from None
+        self._size += len(data)
+
+    def _compact(self) -> None:
+        """Write what is kept to a new file, and put it in the old one's place. If that fails, the old one
+        grows on.
+        """
+        fresh = self._path.with_suffix(".new")
+        data = _frame(self.state.spec) + _frame(self.state.snapshot())
+        try:
+            fd = _new_file(fresh, data)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            self._compacted = self._size
+            return
+        os.replace(fresh, self._path)
+        os.close(self._fd)
+        self._fd = fd
+        self._size = self._compacted = len(data)
+
+
+def _new_file(path: Path, data: bytes) -> int:
+    """A new file with `data` in it, open for appending. Raises OSError; nothing is left open then."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        if os.write(fd, data) < len(data):
+            raise OSError("no space for all of it")
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class FileFollower:
+    """One that is only read."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises FileNotFoundError, or JournalError."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._fd = -1
+        self._open()
+
+    def _open(self) -> None:
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.state, self._size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
+        except JournalError:
+            os.close(fd)
+            raise
+        self._leave()
+        self._fd = fd
+
+    async def refresh(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not (new := self._read()) and not self.state.ended and time.monotonic() < deadline:
+            await asyncio.sleep(POLL)
+        if not new and not self.state.ended:
+            self._check()
+
+    def _read(self) -> bool:
+        """Whether there was something new."""
+        try:
+            if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:
+                self._open()
+                return True
+            data = os.pread(self._fd, max(0, os.fstat(self._fd).st_size - self._size), self._size)
+            ends = [self._apply(end, content) for end, content in _frames(data)]
+        except FileNotFoundError:
+            raise JournalLost("the journal was removed") from None
+        except (OSError, msgspec.DecodeError) as error:
+            raise JournalError(f"the journal cannot be read: {error}") from None
+        self._size += ends[-1] if ends else 0
+        return bool(ends)
+
+    def _apply(self, end: int, content: bytes) -> int:
+        self.state.apply(_decode_batch(content))
+        return end
+
+    def _check(self) -> None:
+        """An owner that is alive but does nothing keeps its lock: waiting for it must end."""
+        silent = time.time() - os.fstat(self._fd).st_mtime
+        if silent > STUCK:
+            raise JournalError(f"the frontend that runs the stream has done nothing for {silent:.0f} s")
+
+    async def attend(self) -> None:
+        try:
+            os.utime(_lock_of(self._path))
+        except FileNotFoundError:  # nobody owns it now
+            return
+
+    async def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+class FileJournals:
+    """Those of one pool directory. At most `limit`, each with `max_bytes` of events, kept for `ttl`
+    seconds.
+    """
+
+    def __init__(self, pool_directory: str, limit: int, max_bytes: int, ttl: float) -> None:
+        self._folder = Path(pool_directory) / "streams"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._limit = limit
+        self._max_bytes = max_bytes
+        self._ttl = ttl
+        self._unseen: list[Path] = []  # what the sweep has still to look at
+
+    async def create(self, spec: StreamSpec) -> Journal:
+        path = self._folder / spec.id
+        lock = None
+        try:
+            self._make_room()
+            lock = FileLock.take(_lock_of(path))
+            assert lock is not None, f"{spec.id} is created twice"
+            fd = _new_file(path, data := _frame(spec))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            if lock is not None:
+                lock.release()
+            raise unavailable(error) from None
+        return FileJournal(path, lock, fd, StreamState(spec, self._max_bytes), len(data), self._ttl)
+
+    def _make_room(self) -> None:
+        """At the limit the oldest of those that nobody owns goes. Raises PagekeeperError if there is none."""
+        names = os.listdir(self._folder)
+        journals = {name for name in names if _NAME.fullmatch(name)}
+        if len(journals) < self._limit:
+            return
+        owned = {name.removesuffix(".lock") for name in names if name.endswith(".lock")}
+        idle = sorted((self._folder / name for name in journals - owned), key=_age)
+        if not idle:
+            raise full(self._limit)
+        idle[0].unlink(missing_ok=True)
+
+    async def follow(self, stream_id: str) -> FileFollower | None:
+        path = self._folder / stream_id
+        try:
+            if not self._expired(path):
+                return FileFollower(path, self._max_bytes)
+        except FileNotFoundError:
+            return None
+        except (OSError, JournalError) as error:
+            raise unavailable(error) from None
+        return None
+
+    def _expired(self, path: Path) -> bool:
+        return time.time() - os.stat(path).st_mtime > self._ttl
+
+    async def take_over(self, stream_id: str) -> Journal | None:
+        path = self._folder / stream_id
+        try:
+            if not path.exists() or (lock := FileLock.take(_lock_of(path))) is None:
+                return None
+        except OSError:
+            return None
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            state, size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
+            if not state.ended:
+                os.ftruncate(fd, size)  # what its owner did not finish writing
+                os.utime(fd)
+                return FileJournal(path, lock, fd, state, size, self._ttl)
+        except (OSError, JournalError):
+            state = None
+        if fd >= 0:
+            os.close(fd)
+        lock.release()
+        return None
+
+    async def discard(self, stream_id: str) -> None:
+        try:
+            (self._folder / stream_id).unlink(missing_ok=True)
+        except OSError as error:
+            raise unavailable(error) from None
+
+    async def sweep(self) -> None:
+        try:
+            self._unseen = self._unseen or sorted(self._folder.iterdir())
+            batch, self._unseen = self._unseen[:SWEPT], self._unseen[SWEPT:]
+            for path in batch:
+                self._sweep(path)
+        except OSError as error:
+            log.warning("expired streams were not removed: %s", error)
+
+    def _sweep(self, path: Path) -> None:
+        try:
+            if not self._expired(path):
+                return
+        except FileNotFoundError:
+            return
+        if (lock := FileLock.take(_lock_of(path))) is not None:
+            if path.suffix != ".lock" and self._expired(path):
+                path.unlink(missing_ok=True)
+            lock.release()
+
+    async def close(self) -> None:
+        await self.sweep()
+
+
+def _age(path: Path) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0

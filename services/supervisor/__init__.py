@@ -1,0 +1,1 @@
+"""`pagekeeper serve`: starts, watches and stops the processes on this machine."""

@@ -1,0 +1,1 @@
+"""What people use in a terminal: the chat, and `pagekeeper kv`."""
