@@ -47,6 +47,7 @@ def stack(shared: Stack) -> Stack:
 def run(stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     monkeypatch.setenv("PAGEKEEPER_URL", stack.url)
     monkeypatch.setenv("PAGEKEEPER_KEY", "root")
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest's workers set it
 
     def run(*argv: str, typed: str = "") -> tuple[int, str, str]:
         """Status, output, errors of a command whose output is a pipe."""
