@@ -2,14 +2,16 @@
 
 import json
 import logging
+import time
 from typing import Final
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from services.api.call import Call
 from services.api.generation import Generation
 from services.context import Context
-from services.errors import ApiError
+from services.errors import ApiError, from_pagekeeper
 from services.metrics import E2E, OUTPUT_LENGTH, PROMPT_LENGTH, REQUESTS, TPOT, Metrics
 
 LOGGED: Final = "logged"  # key in the request's state: its line is written
@@ -26,6 +28,20 @@ def log_call(
         _measure(context.metrics, generation, _reason(generation.request.outputs[0].finish_reason, error))
     if context.config.request_log:
         log.info("%s", json.dumps(_line(call, request_id, status, error, reasons, now)))
+
+
+def log_answer(context: Context, call: Call, scope: Scope, status: int) -> None:
+    """The line of a call that this connection has answered."""
+    state = scope.setdefault("state", {})
+    state[LOGGED] = True
+    log_call(
+        context,
+        call,
+        request_id=state.get("request_id", ""),
+        status=status,
+        error=None if call.error is None else from_pagekeeper(call.error),
+        now=time.monotonic(),
+    )
 
 
 def log_refusal(request: Request, error: ApiError) -> None:

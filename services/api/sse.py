@@ -1,7 +1,6 @@
 """Answer a call, all at once or as server-sent events. Its client's going away cancels it."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
@@ -13,7 +12,7 @@ from services.api.client_link import ClientLink
 from services.api.generation import ChoiceStream
 from services.context import Context
 from services.errors import INTERNAL, STOPPING, ApiError, from_pagekeeper
-from services.request_log import LOGGED, log_call
+from services.request_log import log_answer
 
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 DONE: Final = b"data: [DONE]\n\n"
@@ -126,7 +125,7 @@ class CallResponse:
             client.close()
             for generation in self._call.generations:
                 self._context.backend.cancel(generation)
-            self._record(scope, status)
+            log_answer(self._context, self._call, scope, status)
 
     async def _answer(self, client: ClientLink) -> bool:
         call = self._call
@@ -169,16 +168,3 @@ class CallResponse:
 
     def _collect(self) -> bytes:
         return b"".join(data for _, _, data in self._events.collect())
-
-    def _record(self, scope: Scope, status: int) -> None:
-        state = scope.setdefault("state", {})
-        state[LOGGED] = True
-        error = self._call.error
-        log_call(
-            self._context,
-            self._call,
-            request_id=state.get("request_id", ""),
-            status=status,
-            error=None if error is None else from_pagekeeper(error),
-            now=time.monotonic(),
-        )

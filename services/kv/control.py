@@ -27,7 +27,7 @@ from services.kv.ask import RETRY_AFTER, TIMEOUT, ask, holder_card, reply
 from services.kv.events import event, last_words
 from services.kv.prompt import check_prompt, prompt_tokens
 from services.kv.types import ClearRequest, EvictRequest, WarmRequest
-from services.request_log import LOGGED, log_call
+from services.request_log import log_answer
 
 PROGRESS_PERIOD: Final = 0.25  # seconds
 EVICT_SECONDS: Final = 30.0
@@ -177,7 +177,7 @@ class WarmResponse:
         finally:
             client.close()
             self._backend.cancel(self._call.generations[0])
-            self._record(scope, status)
+            log_answer(self._context, self._call, scope, status)
 
     @property
     def _over(self) -> bool:
@@ -232,16 +232,3 @@ class WarmResponse:
         if not client.started:
             await client.start(SSE_HEADERS)
         await client.send(event("done", body, None), more=False)
-
-    def _record(self, scope: Scope, status: int) -> None:
-        state = scope.setdefault("state", {})
-        state[LOGGED] = True
-        error = self._call.error
-        log_call(
-            self._context,
-            self._call,
-            request_id=state.get("request_id", ""),
-            status=status,
-            error=None if error is None else from_pagekeeper(error),
-            now=time.monotonic(),
-        )

@@ -15,6 +15,7 @@ import httpx
 from rich.console import Console
 
 from kvmanager.settings import load, setting
+from services.terminal.server_errors import ServerError, check, unreachable
 
 MAX_EVENT_BYTES = 16 << 20
 _TIMEOUT = httpx.Timeout(
@@ -45,10 +46,6 @@ class ChatConfig:
     max_tokens: int = setting(
         0, "longest reply; 0: what the model's context allows", unit="tokens", minimum=0
     )
-
-
-class ServerError(Exception):
-    """The server refused, failed or cannot be reached; the message says which, and what to do."""
 
 
 @dataclass
@@ -98,18 +95,18 @@ class ChatApi:
         start = time.monotonic()
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
-                _check(response)
+                check(response, "--api-key")
                 for event in events(response.iter_bytes()):
                     yield from _take(event, reply, start)
         except httpx.HTTPError as error:
-            raise _unreachable(self._config.url, error) from None
+            raise unreachable(self._config.url, error) from None
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
             response = self._client.get(path)
         except httpx.HTTPError as error:
-            raise _unreachable(self._config.url, error) from None
-        _check(response)
+            raise unreachable(self._config.url, error) from None
+        check(response, "--api-key")
         return dict(response.json())
 
 
@@ -151,26 +148,6 @@ def _take(event: dict[str, Any], reply: Reply, start: float) -> Iterator[str]:
             reply.first_text = reply.first_text or reply.last_text
             reply.text += text
             yield text
-
-
-def _check(response: httpx.Response) -> None:
-    """Raises ServerError with the server's own words unless it answered 200."""
-    if response.status_code == 200:
-        return
-    response.read()
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:200] or response.reason_phrase
-    hint = "; give --api-key" if response.status_code == 401 else ""
-    raise ServerError(f"the server answered {response.status_code}: {message}{hint}")
-
-
-def _unreachable(url: str, error: httpx.HTTPError) -> ServerError:
-    reason = str(error) or type(error).__name__
-    return ServerError(
-        f"no answer from {url} ({reason}); is `pagekeeper serve` running there? --url names another"
-    )
 
 
 class Chat:

@@ -18,7 +18,8 @@ from rich.text import Text
 from services.kv.tree import SORTS
 from services.terminal import kv_top, kv_views
 from services.terminal.chat_client import parse_url
-from services.terminal.kv_client import TIMEOUT, Json, KvApi, ServerError, shown
+from services.terminal.kv_client import TIMEOUT, Json, KvApi, shown
+from services.terminal.server_errors import ServerError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 WIDTH: Final = 140  # characters, where there is no terminal

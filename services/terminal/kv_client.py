@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import httpx
 
+from services.terminal.server_errors import ServerError, check, unreachable
+
 Json = dict[str, Any]
 
 TIMEOUT: Final = httpx.Timeout(connect=5.0, read=15.0, write=15.0, pool=5.0)
@@ -17,10 +19,6 @@ MAX_PAGES: Final = 8
 _UNSHOWN: Final = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 _TURNING: Final = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _DIRECTIONS: Final = dict.fromkeys(_TURNING, "\ufffd")
-
-
-class ServerError(Exception):
-    """The server refused, failed or cannot be reached; the message says which, and what to do."""
 
 
 def shown(text: str) -> str:
@@ -85,7 +83,7 @@ class KvApi:
         timeout = httpx.Timeout(5.0, read=SILENCE)
         try:
             with self._client.stream("GET", path, headers=headers, timeout=timeout) as response:
-                check(response)
+                check(response, "--key or PAGEKEEPER_KEY")
                 yield from read_events(response.iter_bytes())
         except httpx.HTTPError as error:
             raise unreachable(self._client.base_url, error) from None
@@ -102,7 +100,7 @@ class KvApi:
             response = self._client.request(method, path, **options)
         except httpx.HTTPError as error:
             raise unreachable(self._client.base_url, error) from None
-        check(response)
+        check(response, "--key or PAGEKEEPER_KEY")
         return response
 
 
@@ -135,23 +133,3 @@ def _event(fields: Mapping[str, bytes]) -> Event:
     if fields["event"] == b"error":
         raise ServerError(str(data.get("error", {}).get("message", "the server ended the stream")))
     return Event(fields["event"].decode("utf-8", "replace"), data, fields["id"].decode("utf-8", "replace"))
-
-
-def check(response: httpx.Response) -> None:
-    """Raises ServerError with the server's own words unless it answered 200."""
-    if response.status_code == 200:
-        return
-    response.read()
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:200] or response.reason_phrase
-    hint = "; give --key or PAGEKEEPER_KEY" if response.status_code == 401 else ""
-    raise ServerError(f"the server answered {response.status_code}: {message}{hint}")
-
-
-def unreachable(url: object, error: httpx.HTTPError) -> ServerError:
-    reason = str(error) or type(error).__name__
-    return ServerError(
-        f"no answer from {url} ({reason}); is `pagekeeper serve` running there? --url names another"
-    )

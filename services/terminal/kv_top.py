@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from services.terminal.kv_client import Json, KvApi, ServerError
+from services.terminal.kv_client import Json, KvApi
 from services.terminal.kv_views import (
     amount,
     facts,
@@ -25,6 +25,7 @@ from services.terminal.kv_views import (
     requests,
     runners,
 )
+from services.terminal.server_errors import ServerError
 
 WINDOW: Final = 10.0  # seconds over which rates are taken
 KEPT: Final = 60  # points of a line

@@ -26,7 +26,8 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from services.terminal import chat_client
-from services.terminal.chat_client import Chat, ChatApi, ChatConfig, Reply, ServerError, events
+from services.terminal.chat_client import Chat, ChatApi, ChatConfig, Reply, events
+from services.terminal.server_errors import ServerError
 
 USAGE = {"prompt_tokens": 20, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 16}}
 

@@ -20,7 +20,8 @@ from kvmanager.protocol import Pinned, PinsAnswer
 from services.auth import tenant_of
 from services.terminal import kv, kv_top
 from services.terminal.kv import main
-from services.terminal.kv_client import Event, KvApi, ServerError
+from services.terminal.kv_client import Event, KvApi
+from services.terminal.server_errors import ServerError
 from tests.services.fake_cache import FakeCache, request
 from tests.services.fake_stack import Stack, served_model, wait_until
 

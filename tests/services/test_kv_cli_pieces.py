@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from services.terminal import kv, kv_views
 from services.terminal.kv import as_body
-from services.terminal.kv_client import Event, ServerError, one_line, read_events, shown
+from services.terminal.kv_client import Event, one_line, read_events, shown
+from services.terminal.server_errors import ServerError
 
 
 @given(st.text())

@@ -1,0 +1,27 @@
+"""What the terminal says when the server refuses, fails or cannot be reached."""
+
+import httpx
+
+
+class ServerError(Exception):
+    """The server refused, failed or cannot be reached; the message says which, and what to do."""
+
+
+def check(response: httpx.Response, key_option: str) -> None:
+    """Raises ServerError with the server's own words unless it answered 200."""
+    if response.status_code == 200:
+        return
+    response.read()
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:200] or response.reason_phrase
+    hint = f"; give {key_option}" if response.status_code == 401 else ""
+    raise ServerError(f"the server answered {response.status_code}: {message}{hint}")
+
+
+def unreachable(url: object, error: httpx.HTTPError) -> ServerError:
+    reason = str(error) or type(error).__name__
+    return ServerError(
+        f"no answer from {url} ({reason}); is `pagekeeper serve` running there? --url names another"
+    )
