@@ -121,7 +121,8 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that can be granted now."""
-        return len(self.free) + (len(self.backed) + len(self.cached) if self.may_evict else 0)
+        free = self.free.length
+        return free + self.backed.length + self.cached.length if self.may_evict else free
 
     @property
     def counts(self) -> list[int]:
@@ -145,13 +146,14 @@ class BlockPool:
 
     def grant_all(self, count: int, holder: Holder) -> list[int]:
         """So many such blocks: what concerns many at once is done at once, as time counts here."""
-        generation, owner_tag, state = self.generation, self.owner_tag, self.state
-        blocks = self.free.pop_all(min(count, len(self.free)))
-        if len(blocks) < count:
-            blocks += self._evict(count - len(blocks))
+        generation, owner_tag, state, tag = self.generation, self.owner_tag, self.state, holder.owner_tag
+        free = self.free.length
+        blocks = self.free.pop_all(min(count, free)) if free else []
+        if free < count:
+            blocks += self._evict(count - free)
         for block in blocks:
             generation[block] += 1
-            owner_tag[block] = holder.owner_tag
+            owner_tag[block] = tag
             state[block] = RESERVED
         self.ledger.add_first(blocks, holder)
         self.changed.update(blocks)
@@ -173,15 +175,12 @@ class BlockPool:
         self.sealed_at[block] = now
         self.state[block] = SEALED
         self.num_sealed += 1
-        self._publish(block, digest, parent_hash, tokens, salt)
-        key = parent_hash + salt
-        if self.children.only.setdefault(key, block) != block:
-            self.children.add(key, block)
-            for other in self.children.beginnings(key, tokens):
+        self.changed.add(block)
+        if self._publish(block, digest, parent_hash, tokens, salt):
+            for other in self.children.beginnings(parent_hash + salt, tokens):
                 if other in self.cached and self.is_partial(other):
                     self.cached.remove(other)
                     self.cached.prepend(other)
-        self.changed.add(block)
         return digest
 
     def is_partial(self, block: int) -> bool:
@@ -218,17 +217,18 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
         """The same for each of them, in this order."""
-        state, kept = self.state, []
+        state, tokens, full, unfound, kept = self.state, self.tokens, self.block_bytes, self.unfound, []
         for block in self.ledger.remove_all(blocks, holder):
-            if state[block] != SEALED or block in self.unfound:
+            if state[block] != SEALED or block in unfound:
                 self._free(block)
                 continue
             state[block] = CACHED
-            self.num_sealed -= 1
-            if len(self.tokens[block]) < self.block_bytes and self._is_covered(block):
-                self.cached.prepend(block)
-            else:
+            if len(tokens[block]) == full or not self._is_covered(block):
                 kept.append(block)
+            else:
+                self.num_sealed -= 1
+                self.cached.prepend(block)
+        self.num_sealed -= len(kept)
         self.cached.extend(kept)
 
     def evictable(self) -> Iterator[int]:
@@ -279,7 +279,6 @@ class BlockPool:
         self.sealed_at[block] = record.sealed_at
         self.state[block] = CACHED
         self._publish(block, record.block_hash, record.parent_hash, record.tokens, record.salt)
-        self.children.add(record.parent_hash + record.salt, block)
         self.cached.append(block)
 
     def restore_quarantined(self, block: int, holder: Holder) -> None:
@@ -317,11 +316,25 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """Forget the content of the blocks that are next, which are no longer counted then."""
         assert self.may_evict, "no block may be evicted now"
-        blocks = self.backed.pop_all(min(count, len(self.backed)))
-        blocks += self.cached.pop_all(count - len(blocks))
+        backed = self.backed.length
+        blocks = self.backed.pop_all(min(count, backed)) if backed else []
+        if backed < count:
+            blocks += self.cached.pop_all(count - backed)
+        hashes, parents, salts, tokens = self.block_hash, self.parent_hash, self.salt, self.tokens
+        primary, copies, only, removed = (
+            self.index.primary,
+            self.index.copies,
+            self.children.only,
+            self.log.removed,
+        )
         for block in blocks:
-            self._unpublish(block)
-            self.block_hash[block], self.tokens[block] = NO_HASH, b""
+            digest, parent = hashes[block], parents[block]
+            if salts[block] or digest in copies or only[parent] != block:
+                self._unpublish(block)
+            else:  # the same, where that concerns no other block, and fast
+                del primary[digest], only[parent]
+                removed(digest, parent, NO_SALT, block)
+            hashes[block], tokens[block] = NO_HASH, b""
         self.evictions += count
         return blocks
 
@@ -335,13 +348,17 @@ class BlockPool:
         self.free.append(block)
         self.changed.add(block)
 
-    def _publish(self, block: int, digest: bytes, parent_hash: bytes, tokens: bytes, salt: bytes) -> None:
-        """From now on the block is found."""
-        if self.index.add(digest, block):
+    def _publish(self, block: int, digest: bytes, parent_hash: bytes, tokens: bytes, salt: bytes) -> bool:
+        """From now on the block is found. True if its parent has other children, too."""
+        if self.index.primary.setdefault(digest, block) == block:
             self.log.stored(digest, parent_hash, tokens, salt, block)
+        else:
+            self.index.add(digest, block)
         self.hits[block] = 0
         if salt:
             self.of_salt.setdefault(salt, set()).add(block)
+        key = parent_hash + salt
+        return self.children.only.setdefault(key, block) != block and self.children.add(key, block)
 
     def _unpublish(self, block: int) -> None:
         """From now on it is not; but a copy of it is, if there is one."""

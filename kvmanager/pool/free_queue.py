@@ -10,18 +10,18 @@ _ABSENT = -1
 
 
 class FreeQueue:
-    """Blocks 0 .. num_blocks - 1, each at most once."""
+    """Blocks 0 .. num_blocks - 1, each at most once. `length` is how many, for those who ask often."""
 
-    __slots__ = ("_head", "_length", "_next", "_previous")
+    __slots__ = ("_head", "_next", "_previous", "length")
 
     def __init__(self, num_blocks: int) -> None:
         self._head = num_blocks
         self._next = [_ABSENT] * num_blocks + [num_blocks]
         self._previous = [_ABSENT] * num_blocks + [num_blocks]
-        self._length = 0
+        self.length = 0
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __contains__(self, block: int) -> bool:
         return self._next[block] != _ABSENT
@@ -36,7 +36,7 @@ class FreeQueue:
     @property
     def first(self) -> int:
         """The block that `pop` would take; the queue must not be empty."""
-        assert self._length, "the queue is empty"
+        assert self.length, "the queue is empty"
         return self._next[self._head]
 
     def append(self, block: int) -> None:
@@ -50,10 +50,10 @@ class FreeQueue:
             assert following[block] == _ABSENT, f"block {block} is already in the queue"
             following[last] = block
             preceding[block] = last
-            following[block] = self._head
             last = block
+        following[last] = self._head
         preceding[self._head] = last
-        self._length += len(blocks)
+        self.length += len(blocks)
 
     def prepend(self, block: int) -> None:
         """Add `block` as the first; it must not be in the queue."""
@@ -63,7 +63,7 @@ class FreeQueue:
         self._previous[block] = self._head
         self._next[block] = first
         self._previous[first] = block
-        self._length += 1
+        self.length += 1
 
     def remove(self, block: int) -> None:
         """Take `block` out; it must be in the queue."""
@@ -73,7 +73,7 @@ class FreeQueue:
         self._next[preceding] = following
         self._previous[following] = preceding
         self._next[block] = self._previous[block] = _ABSENT
-        self._length -= 1
+        self.length -= 1
 
     def pop(self) -> int:
         """Take out the first; the queue must not be empty."""
@@ -83,7 +83,7 @@ class FreeQueue:
         """Take out the first so many, in order; the queue must have them."""
         if not count:
             return []
-        assert count <= self._length, "the queue is empty"
+        assert count <= self.length, "the queue is empty"
         following, preceding, popped = self._next, self._previous, []
         block = following[self._head]
         for _ in range(count):
@@ -93,5 +93,5 @@ class FreeQueue:
             block = after
         following[self._head] = block
         preceding[block] = self._head
-        self._length -= count
+        self.length -= count
         return popped
