@@ -223,7 +223,7 @@ class Core:
             self.on_fault(f"runner {runner.hello.name!r} is fenced: {fault}")
             sessions.fence(self.state, runner, now)
         else:
-            reports.apply(self.state, runner, report, check.named, pool, now)
+            reports.apply(self.state, runner, report, check, pool, now)
 
     on_fault: Callable[[str], None] = staticmethod(lambda reason: None)
     """Told why a runner is fenced."""

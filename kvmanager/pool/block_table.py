@@ -101,15 +101,18 @@ class Sequence(Holder):
     def seal(self, pool: BlockPool, now: float) -> None:
         """The runner has written the KV of the tokens up to `num_computed`: seal the blocks that are full."""
         self.advanced_at = now
-        size, known, unfound = pool.block_size, self.announced, pool.unfound
-        for index in range(self.num_sealed, self.num_computed // size):
-            block, tokens = self.table[index], self.tokens[index * size : (index + 1) * size].tobytes()
-            if unfound and index and self.table[index - 1] in unfound:
-                self.last_hash = pool.seal_unfound(block, self.last_hash, tokens, self.salt, now)
+        size, table, known, unfound = pool.block_size, self.table, self.announced, pool.unfound
+        digest, end = self.last_hash, self.num_computed // size
+        for index in range(self.num_sealed, end):
+            start = index * size
+            tokens = self.tokens[start : start + size].tobytes()
+            if unfound and index and table[index - 1] in unfound:
+                digest = pool.seal_unfound(table[index], digest, tokens, self.salt, now)
+            elif index < len(known):
+                digest = pool.seal(table[index], digest, tokens, self.salt, now, known[index])
             else:
-                digest = known[index] if index < len(known) else b""
-                self.last_hash = pool.seal(block, self.last_hash, tokens, self.salt, now, digest)
-            self.num_sealed = index + 1
+                digest = pool.seal(table[index], digest, tokens, self.salt, now)
+        self.num_sealed, self.last_hash = end, digest
 
     def fork(self, choice: int) -> "Sequence":
         """A sequence with the same table and the same tokens, as far as they were reported. To be followed by

@@ -17,27 +17,30 @@ class Holder:
 
 
 class Ledger:
-    """Block → its holders, each at most once. Most blocks have one, so a tuple is all it takes."""
+    """Block → its holders, each at most once. Most blocks have one, so a tuple is all it takes.
 
-    __slots__ = ("_holders",)
+    `by_block` may be read directly by those who ask often.
+    """
+
+    __slots__ = ("by_block",)
 
     def __init__(self, num_blocks: int) -> None:
-        self._holders: list[tuple[Holder, ...]] = [()] * num_blocks
+        self.by_block: list[tuple[Holder, ...]] = [()] * num_blocks
 
     def add(self, block: int, holder: Holder) -> None:
-        holders = self._holders[block]
+        holders = self.by_block[block]
         if not holders:
-            self._holders[block] = (holder,)
+            self.by_block[block] = (holder,)
             return
         assert holder not in holders, f"{holder.describe()} already holds block {block}"
-        self._holders[block] = (*holders, holder)
+        self.by_block[block] = (*holders, holder)
 
     def add_first(self, blocks: Iterable[int], holder: Holder) -> None:
         """To blocks that nobody holds."""
         sole = (holder,)
         for block in blocks:
-            assert not self._holders[block], f"block {block} is held already"
-            self._holders[block] = sole
+            assert not self.by_block[block], f"block {block} is held already"
+            self.by_block[block] = sole
 
     def remove(self, block: int, holder: Holder) -> bool:
         """True if that was the last one."""
@@ -45,7 +48,7 @@ class Ledger:
 
     def remove_all(self, blocks: Iterable[int], holder: Holder) -> list[int]:
         """Those of the blocks of which that was the last one, in their order."""
-        by_block, sole, left = self._holders, (holder,), []
+        by_block, sole, left = self.by_block, (holder,), []
         for block in blocks:
             holders = by_block[block]
             if holders == sole:
@@ -59,26 +62,26 @@ class Ledger:
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds `block` instead of `holder`."""
-        if self._holders[block] == (holder,):
-            self._holders[block] = (successor,)
+        if self.by_block[block] == (holder,):
+            self.by_block[block] = (successor,)
             return
         self.remove(block, holder)
         self.add(block, successor)
 
     def holders(self, block: int) -> tuple[Holder, ...]:
-        return self._holders[block]
+        return self.by_block[block]
 
     def ref_counts(self, first: int, end: int) -> bytearray:
         """Of blocks `first` to `end`, each at most 255."""
-        counts = map(len, self._holders[first:end])
+        counts = map(len, self.by_block[first:end])
         try:
             return bytearray(counts)
         except ValueError:  # one of them is larger
-            return bytearray([min(len(holders), 255) for holders in self._holders[first:end]])
+            return bytearray([min(len(holders), 255) for holders in self.by_block[first:end]])
 
     def counts_of(self, blocks: Iterable[int]) -> Iterator[int]:
         """Holders of each of these."""
-        return map(len, map(self._holders.__getitem__, blocks))
+        return map(len, map(self.by_block.__getitem__, blocks))
 
     def ref_count(self, block: int) -> int:
-        return len(self._holders[block])
+        return len(self.by_block[block])

@@ -6,6 +6,7 @@ returned) on notes of its own; what it lets through, the second half applies wit
 This is most of what a step costs the manager, so each item is looked at as few times as can be.
 """
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Literal
 
@@ -44,16 +45,31 @@ class ReportCheck:
     refused, they end with their runner's session, and nobody looks at them again.
     """
 
-    __slots__ = ("_born", "_ended", "_pool", "_read", "_runner", "_sharing", "_spent", "named")
+    __slots__ = (
+        "_active",
+        "_born",
+        "_credits",
+        "_ended",
+        "_holders",
+        "_pool",
+        "_read",
+        "_sharing",
+        "_size",
+        "named",
+        "spent",
+    )
 
     def __init__(self, runner: Runner, pool: BlockPool) -> None:
         self.named: list[Sequence] = []  # by each item of the report, in the order of its fields
-        self._runner = runner
+        self.spent: set[int] = set()  # credits used or returned
+        self._active = runner.active
+        self._credits = runner.credits
         self._pool = pool
+        self._size = pool.block_size
+        self._holders = pool.ledger.by_block
         self._born: dict[tuple[int, int], Sequence] = {}  # by start_id and choice; not yet among the start's
         self._sharing: set[Sequence] = set()  # forked in this report, or forked off
         self._ended: set[Sequence] = set()
-        self._spent: set[int] = set()  # credits used or returned
         self._read: set[Sequence] = set()  # that have copied from their source
 
     def check(self, report: StepReport) -> None:
@@ -70,9 +86,8 @@ class ReportCheck:
             self._copy(copied)
         for taken in report.taken:
             self._find(taken.start_id, taken.choice)
-            self._spend(taken.blocks)
-        if report.returned:
-            self._spend(report.returned)
+        self._spend([block for taken in report.taken for block in taken.blocks])
+        self._spend(report.returned)
         if not 0 <= report.credits_wanted <= MAX_CREDITS_WANTED:
             raise InvalidReport(f"credits_wanted is {report.credits_wanted}")
         if not 0 <= report.num_tail_tokens <= self._pool.num_blocks * self._pool.block_size:
@@ -80,9 +95,10 @@ class ReportCheck:
 
     def _find(self, start_id: int, choice: int) -> Sequence:
         """The live sequence, which perhaps only this report has brought about."""
-        active = self._runner.active.get(start_id)
-        sequence = active.sequences.get(choice) if active is not None else None
-        if sequence is None:
+        sequence: Sequence | None
+        try:
+            sequence = self._active[start_id].sequences[choice]
+        except KeyError:
             sequence = self._born.get((start_id, choice))
         if sequence is None or sequence in self._ended:
             raise InvalidReport(f"no sequence {choice} of start {start_id} runs here")
@@ -96,30 +112,31 @@ class ReportCheck:
 
     def _advance(self, item: Progress | Ended) -> Sequence:
         sequence = self._find(item.start_id, item.choice)
-        tokens, table, size = sequence.tokens, sequence.table, self._pool.block_size
+        tokens, table, size = sequence.tokens, sequence.table, self._size
         before, computed = sequence.num_computed, item.num_computed_tokens
         try:
             tokens.extend(item.new_token_ids)
         except OverflowError:
             raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}") from None
-        if computed < before or computed > len(tokens) or computed > len(table) * size:
+        known = len(tokens)
+        if not before <= computed <= known or computed > len(table) * size:
             raise InvalidReport(
-                f"{name(item)} has computed {computed} tokens, of {len(tokens)} known, after {before}, "
+                f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
                 f"in {len(table)} blocks"
             )
         if sequence.source is not None and computed > before and sequence not in self._read:
             raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
         for block in table[before // size : computed // size]:
-            if self._pool.ledger.ref_count(block) != 1 or sequence in self._sharing:
+            if len(self._holders[block]) != 1 or sequence in self._sharing:
                 raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
-        if len(tokens) > sequence.max_length:
-            raise InvalidReport(f"{name(item)} has {len(tokens)} tokens, more than its max_tokens allows")
+        if known > sequence.max_length:
+            raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
         sequence.num_computed = computed
         return sequence
 
     def _fork(self, item: Forked) -> None:
         parent = self._find(item.start_id, item.choice)
-        sequences = self._runner.active[item.start_id].sequences
+        sequences = self._active[item.start_id].sequences
         for choice in item.children:
             key = (item.start_id, choice)
             if choice in sequences or key in self._born or not 0 <= choice < MAX_CHOICES:
@@ -135,8 +152,8 @@ class ReportCheck:
             raise InvalidReport(f"{name(item)} cannot replace entry {item.index} of its table")
         self._spend((item.block,))
 
-    def _spend(self, blocks: tuple[BlockRef, ...]) -> None:
-        credits, generations, spent = self._runner.credits, self._pool.generation, self._spent
+    def _spend(self, blocks: Iterable[BlockRef]) -> None:
+        credits, generations, spent = self._credits, self._pool.generation, self.spent
         for block, generation in blocks:
             if block not in credits or generations[block] != generation or block in spent:
                 raise InvalidReport(
@@ -150,10 +167,10 @@ def name(item: Progress | Ended | Copied | Taken) -> str:
 
 
 def apply(
-    state: State, runner: Runner, report: StepReport, named: list[Sequence], pool: BlockPool, now: float
+    state: State, runner: Runner, report: StepReport, check: ReportCheck, pool: BlockPool, now: float
 ) -> None:
-    """Apply a report that `ReportCheck` has let through; `named` is what that has left."""
-    active, sequences = runner.active, iter(named)
+    """Apply a report that `check` has let through."""
+    active, sequences = runner.active, iter(check.named)
     for _ in report.sources_read:
         next(sequences).copied(pool)
     for progress, sequence in zip(report.progress, sequences, strict=False):
@@ -170,14 +187,14 @@ def apply(
         end(state, active[ended.start_id], sequence, ended.reason, pool, now)
     for copied, sequence in zip(report.copied, sequences, strict=False):
         replace_entry(runner, sequence, copied, pool)
+    replace = pool.ledger.replace
     for taken, sequence in zip(report.taken, sequences, strict=False):
         for block, _ in taken.blocks:
-            runner.credits.remove(block)
-            pool.ledger.replace(block, runner, sequence)
+            replace(block, runner, sequence)
             sequence.table.append(block)
     for block, _ in report.returned:
-        runner.credits.remove(block)
         pool.release(block, runner)
+    runner.credits -= check.spent
     runner.credits_wanted = report.credits_wanted
     runner.num_tail_tokens = report.num_tail_tokens
     if report.ended or report.copied or report.returned or report.sources_read:
@@ -211,7 +228,6 @@ def replace_entry(runner: Runner, sequence: Sequence, item: Copied, pool: BlockP
     block = item.block[0]
     shared = sequence.table[item.index]
     assert pool.state[shared] == RESERVED
-    runner.credits.remove(block)
     pool.ledger.replace(block, runner, sequence)
     sequence.table[item.index] = block
     pool.release(shared, sequence)
