@@ -17,7 +17,14 @@ import zmq.asyncio
 
 from kvmanager.errors import PagekeeperError
 from kvmanager.liveness import HeldLock
-from kvmanager.paths import default_pool_directory, lock_path, manager_endpoint, prepare, socket_endpoint
+from kvmanager.paths import (
+    default_pool_directory,
+    leftovers,
+    lock_path,
+    manager_endpoint,
+    prepare,
+    socket_endpoint,
+)
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     Directives,
@@ -39,6 +46,7 @@ __all__ = [
     "ClientSession",
     "ManagerClient",
     "default_pool_directory",
+    "leftovers",
     "manager_endpoint",
     "prepare",
     "socket_endpoint",

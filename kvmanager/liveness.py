@@ -99,7 +99,7 @@ def held_locks(locks: Path, *, but: str) -> tuple[str, ...]:
             continue
         try:
             lock = WatchedLock(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             continue
         if lock.held():
             names.append(path.name)

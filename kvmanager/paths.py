@@ -1,11 +1,23 @@
 """Where things lie in a pool directory, and how it is made: private to its owner, by whoever comes first."""
 
 import os
+import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from kvmanager.errors import PagekeeperError
 
 MAX_SOCKET_PATH = 107  # bytes; the kernel's limit for the path of a UNIX socket
+
+FOLDERS: Final = {
+    "locks": re.compile(".+"),
+    "sockets": re.compile(r".+\.sock"),
+    "metrics": re.compile(r".+\.counters"),
+    "streams": re.compile(r"(chat)?cmpl-[0-9a-f]{32}(\.lock|\.new)?"),
+}
+"""What processes leave beside the pool: folder → names of the files there. Locks and sockets are empty."""
 
 
 def default_pool_directory() -> str:
@@ -44,6 +56,29 @@ def prepare(pool_directory: str) -> Path:
                 f"run: chmod 700 {directory}",
             )
     return root
+
+
+def leftovers(root: Path, folders: tuple[str, ...] = tuple(FOLDERS)) -> Iterator[Path]:
+    """What processes have left in these folders of a pool directory: files that by name and kind can be
+    nothing else. So whoever deletes them spares what lies in a directory that was named by mistake, and what
+    is behind a link.
+    """
+    for folder in (root / name for name in folders):
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        for path in sorted(folder.iterdir()):
+            try:
+                status = path.lstat()
+            except FileNotFoundError:
+                continue
+            empty = status.st_size == 0 or folder.name not in ("locks", "sockets")
+            if FOLDERS[folder.name].fullmatch(path.name) and empty and not _is_other(status.st_mode):
+                yield path
+
+
+def _is_other(mode: int) -> bool:
+    """A folder, a link, a pipe: nothing that a process of ours makes."""
+    return not (stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
 
 def lock_path(pool_directory: str, name: str) -> Path:

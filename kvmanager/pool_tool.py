@@ -14,7 +14,7 @@ from pathlib import Path
 from kvmanager import pool_directory
 from kvmanager.errors import PagekeeperError
 from kvmanager.liveness import HeldLock, held_locks
-from kvmanager.paths import default_pool_directory, lock_path
+from kvmanager.paths import FOLDERS, default_pool_directory, leftovers, lock_path
 from kvmanager.pool.block_pool import SEALED, BlockPool, BlockRecord
 from kvmanager.pool.hashing import TOKEN_BYTES
 from kvmanager.protocol import Layout
@@ -30,7 +30,6 @@ actions:
   remove  delete the pool, unless a process uses it
 """
 STATES = ("free", "reserved", "sealed")
-FOLDERS = ("locks", "sockets", "metrics", "streams")
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,9 @@ def find_fault(pool: BlockPool, record: BlockRecord | None) -> str:
 
 
 def remove(directory: str) -> int:
-    """Delete the pool and what processes have left beside it; raises PagekeeperError while one uses it."""
+    """Delete the pool and what processes have left beside it, and nothing else; raises PagekeeperError while
+    one uses it.
+    """
     root = opened(directory)
     (root / "locks").mkdir(mode=0o700, exist_ok=True)
     lock = HeldLock(lock_path(directory, "manager"))  # a manager that lives refuses this, and none starts now
@@ -124,16 +125,14 @@ def remove(directory: str) -> int:
         if found := users(root, but="manager"):
             raise PagekeeperError("internal", f"{directory} is in use by {', '.join(found)}; stop them first")
         existed = pool_directory.remove(directory)
-        for path in (path for folder in FOLDERS for path in (root / folder).glob("*")):
-            if path.name != "manager" and not path.is_dir():
+        for path in leftovers(root):
+            if path != lock.path:
                 path.unlink()
     finally:
         lock.release()
-    for folder in FOLDERS:
-        if (root / folder).is_dir():
-            (root / folder).rmdir()
-    if not any(root.iterdir()):
-        root.rmdir()
+    for folder in (*(root / name for name in FOLDERS), root):
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+            folder.rmdir()
     print(f"removed the pool in {directory}" if existed else f"there was no pool in {directory}")
     return 0
 

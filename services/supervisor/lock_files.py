@@ -11,12 +11,12 @@ _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence,
 
 
 def held(lock: Path) -> bool:
-    """Whether another process holds the lock file. It is only asked about, never taken."""
+    """Whether another process holds the lock file. It is only asked about, never taken. A folder is none."""
     try:
         with lock.open("r+b") as file:
             question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind: int = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, question))[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
     return kind != fcntl.F_UNLCK
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvmanager.client import leftovers
 from services.supervisor.lock_files import held
 from services.supervisor.processes import Command, Supervisor, say
 from services.supervisor.ready import curl_line, fetch, reason, url_of
@@ -102,9 +103,8 @@ def sweep(pool_directory: str) -> None:
     """Remove what killed processes left beside the pool, unless somebody still uses it."""
     pool = Path(pool_directory)
     if not any(held(lock) for lock in pool.glob("locks/*")):
-        for pattern in ("locks/*", "sockets/*", "metrics/*"):
-            for path in pool.glob(pattern):
-                path.unlink(missing_ok=True)
+        for path in leftovers(pool, ("locks", "sockets", "metrics")):
+            path.unlink(missing_ok=True)
 
 
 async def watch(config: ServeConfig, port: int, supervisor: Supervisor) -> None:

@@ -93,6 +93,41 @@ def test_remove_leaves_what_it_does_not_know(directory: str, capsys: pytest.Capt
     assert [path.name for path in Path(directory).iterdir()] == ["thesis.txt"]
 
 
+def test_remove_spares_what_others_have_put_into_folders_of_the_same_names(
+    directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = [
+        "metrics/results.csv",
+        "metrics/old/a.counters",
+        "streams/essay.txt",
+        "locks/keys",
+        "locks/old/x",
+    ]
+    root = Path(directory)
+    for name in theirs:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("theirs")
+    for name in ("metrics/frontend-0.counters", f"streams/cmpl-{0:032x}.lock", "locks/runner-1"):
+        (root / name).touch()
+    assert run(capsys, directory, "status")[0] == 0
+    assert run(capsys, directory, "remove")[0] == 0
+    left = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(theirs)
+
+
+def test_remove_does_not_follow_links(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(directory)
+    behind = root.parent / "behind"
+    behind.mkdir()
+    (behind / f"cmpl-{0:032x}").write_text("theirs")
+    (root / "streams").symlink_to(behind)
+    (root / "metrics").mkdir()
+    (root / "metrics" / "a.counters").symlink_to(behind)
+    assert run(capsys, directory, "remove")[0] == 0
+    assert [path.name for path in behind.iterdir()] == [f"cmpl-{0:032x}"]
+    assert (root / "streams").is_symlink()
+
+
 def cached_after(directory: str) -> int:
     """Blocks that the next start would serve; -1 if it would make a new pool."""
     if pool_directory.why_unusable(directory, POOL_BYTES):

@@ -105,6 +105,15 @@ def test_sweep_leaves_only_the_pool(tmp_path: Path) -> None:
     sweep(str(tmp_path / "never-made"))
 
 
+def test_sweep_spares_files_of_others_in_a_directory_that_was_named_by_mistake(tmp_path: Path) -> None:
+    for name in ("locks/notes.txt", "locks/old/x", "sockets/a.sock", "metrics/results.csv", "metrics/old/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text("theirs")
+    there = sorted(tmp_path.rglob("*"))
+    sweep(str(tmp_path))
+    assert sorted(tmp_path.rglob("*")) == there
+
+
 @contextlib.contextmanager
 def lock_holder(lock: Path) -> Iterator[None]:
     """Another process that holds the lock file."""
