@@ -15,6 +15,8 @@ from gpu_runner.logprobs import token_logprobs
 from gpu_runner.random_numbers import uniform
 from gpu_runner.step import Sampled, Sequence
 
+COLDEST = 1e-20  # a lower temperature chooses nothing else, and would make float32 logits infinite
+
 
 @dataclass(slots=True, frozen=True)
 class Draw:
@@ -76,11 +78,11 @@ def _is_greedy(draw: Draw) -> bool:
 def _choose_random(rows: Tensor, draws: list[Draw]) -> list[int]:
     """One token per row, drawn with the row's own parameters; `rows` are used up."""
     params = [draw.sequence.sampling for draw in draws]
-    rows /= torch.tensor([item.temperature for item in params])[:, None]
+    rows /= torch.tensor([max(item.temperature, COLDEST) for item in params])[:, None]
     tokens = np.empty(len(draws), np.int64)
     choose_rows(
         torch.softmax(rows, dim=-1).numpy(),
-        np.array([item.top_k for item in params], np.int64),
+        np.array([min(item.top_k, rows.shape[1]) for item in params], np.int64),  # it may exceed 64 bits
         np.array([item.top_p for item in params], np.float64),
         np.array([item.min_p for item in params], np.float64),
         np.array([_uniform(draw) for draw in draws], np.float64),

@@ -3,7 +3,11 @@
 What comes by HTTP is checked there, against the same vocabulary. This is for all that does not.
 """
 
+from typing import Final
+
 from kvmanager.protocol import Start, TokenEvent, find_sampling_fault
+
+MAX_LENGTH_PENALTY: Final = 10.0  # either way; a length to the power of much more is no float
 
 
 def find_fault(start: Start, vocab_size: int, max_model_len: int) -> str:
@@ -15,6 +19,10 @@ def find_fault(start: Start, vocab_size: int, max_model_len: int) -> str:
     longest = len(texts[0]) + max(map(len, texts[1:]))
     if longest >= max_model_len:
         return f"there are {longest} tokens, and the model takes {max_model_len}, the next one included"
+    beam = start.sampling.beam
+    if beam is not None and not abs(beam.length_penalty) <= MAX_LENGTH_PENALTY:
+        wanted = f"{-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        return f"length_penalty is {beam.length_penalty}, want a number from {wanted}"
     return find_sampling_fault(start.sampling, vocab_size)
 
 

@@ -183,6 +183,20 @@ def test_logit_bias_works_for_greedy_and_sampled() -> None:
     assert draw_one([4.0, 3.0], with_params(logit_bias={0: -100.0}, temperature=1.0)).token_id == 1
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-20])
+def test_the_least_temperatures_choose_the_likeliest(temperature: float) -> None:
+    assert draw_one([20.0, -3.0, 20.001, 20.0], with_params(temperature=temperature)).token_id == 2
+
+
+def test_any_top_k_above_the_vocabulary_keeps_all() -> None:
+    draws = [
+        draw_one([1.0, 1.1, 1.2], with_params(temperature=1.0, seed=seed, top_k=top_k)).token_id
+        for top_k in (0, 3, 1 << 63, 1 << 80)
+        for seed in range(8)
+    ]
+    assert draws == draws[:8] * 4
+
+
 def test_min_tokens_holds_back_every_end() -> None:
     logits = [1.0, 5.0, 2.0, 9.0]
     params = with_params(min_tokens=2, stop_token_ids=(1,))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmanager.protocol import Directives, SamplingParams, SequenceStart, Start
+from kvmanager.protocol import BeamParams, Directives, SamplingParams, SequenceStart, Start
 from tests.gpu_runner.fake_engine import VOCABULARY
 from tests.gpu_runner.test_scheduler import World
 
@@ -27,6 +27,8 @@ def start(
         (start(sampling=SamplingParams(4, 0, logit_bias={VOCABULARY: 1.0})), "logit_bias"),
         (start(sampling=SamplingParams(4, 0, stop_token_ids=(VOCABULARY,))), "stop_token_ids"),
         (start(sampling=SamplingParams(4, 0, temperature=float("nan"))), "temperature is nan"),
+        (start(sampling=SamplingParams(4, 0, beam=BeamParams(2, 1e308))), "length_penalty is 1e+308"),
+        (start(sampling=SamplingParams(4, 0, beam=BeamParams(2, -11.0))), "want a number from -10 to 10"),
         (start(sampling=SamplingParams(4, 0, logprobs=VOCABULARY + 1)), "logprobs is 14"),
     ],
 )
