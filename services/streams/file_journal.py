@@ -162,7 +162,7 @@ class FileFollower:
     """One that is only read."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises FileNotFoundError, or JournalError."""
+        """Raises OSError, or JournalError."""
         self._path = path
         self._max_bytes = max_bytes
         self._fd = -1
@@ -172,7 +172,7 @@ class FileFollower:
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.state, self._size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
-        except JournalError:
+        except (OSError, JournalError):
             os.close(fd)
             raise
         self._leave()
@@ -313,7 +313,9 @@ class FileJournals:
 
     async def sweep(self) -> None:
         try:
-            self._unseen = self._unseen or sorted(self._folder.iterdir())
+            self._unseen = self._unseen or [
+                path for path in sorted(self._folder.iterdir()) if _NAME.fullmatch(path.stem)
+            ]
             batch, self._unseen = self._unseen[:SWEPT], self._unseen[SWEPT:]
             for path in batch:
                 self._sweep(path)
@@ -322,7 +324,7 @@ class FileJournals:
 
     def _sweep(self, path: Path) -> None:
         try:
-            if not self._expired(path):
+            if path.is_dir() or not self._expired(path):  # a folder is nothing of ours
                 return
         except FileNotFoundError:
             return

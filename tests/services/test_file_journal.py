@@ -49,6 +49,26 @@ def test_files_are_private_and_go_when_their_time_is_over(folder: str) -> None:
     asyncio.run(test())
 
 
+def test_what_is_no_journal_is_left_alone_and_hinders_no_other(folder: str) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, ttl=60.0)
+        streams = Path(folder) / "streams"
+        (streams / "cmpl-00").mkdir()
+        for name in ("cmpl-01", "essay.txt"):
+            (streams / name).touch()
+        for path in streams.iterdir():
+            os.utime(path, (0, time.time() - 61))
+        await journals.sweep()
+        assert files(folder) == ["cmpl-00", "essay.txt"]
+        os.utime(streams / "cmpl-00")
+        handles = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(PagekeeperError, match="Is a directory"):
+            await journals.follow("cmpl-00")
+        assert len(os.listdir("/proc/self/fd")) == handles, "none is left open"
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("cut", [1, 5, 9, 20])
 def test_what_a_killed_frontend_did_not_finish_writing_is_not_there(folder: str, cut: int) -> None:
     async def test() -> None:
