@@ -103,6 +103,8 @@ class FileJournal:
         try:
             if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:
                 raise JournalLost("the journal was replaced")
+            if not self._lock.stands:
+                raise JournalLost("the lock of the journal was removed: another may own it")
             os.utime(self._fd)
         except FileNotFoundError:
             raise JournalLost("the journal was removed") from None

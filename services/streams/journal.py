@@ -130,12 +130,13 @@ class StreamState:
         self.ended = False
 
     def apply(self, batch: Batch) -> None:
-        """Take the next batch. The first one may begin anywhere: earlier events were dropped."""
+        """Take the next batch. The first one may begin anywhere: earlier events were dropped. Raises
+        JournalError if it does not follow: two have written.
+        """
         if self.ring.next == 1:
             self.ring.start_at(batch.first)
-        assert batch.first == self.ring.next, (
-            f"batch {batch.first} does not follow event {self.ring.next - 1}"
-        )
+        if batch.first != self.ring.next:
+            raise JournalError(f"batch {batch.first} does not follow event {self.ring.next - 1}")
         for event in batch.events:
             self.ring.append(event)
         self.advance(batch.progress)

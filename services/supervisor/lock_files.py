@@ -38,9 +38,10 @@ class FileLock:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return cls(path, fd)
-        except (BlockingIOError, FileNotFoundError):
+            lock = cls(path, fd)
+            if lock.stands:
+                return lock
+        except BlockingIOError:
             os.close(fd)
             return None
         except OSError:
@@ -50,13 +51,22 @@ class FileLock:
         return None
 
     @property
+    def stands(self) -> bool:
+        """Whether the file still has its name; else it was removed, and another may have taken it."""
+        try:
+            return os.stat(self._path).st_ino == os.fstat(self._fd).st_ino
+        except FileNotFoundError:
+            return False
+
+    @property
     def touched(self) -> float:
         """When the file was last touched, in Unix time."""
         return os.fstat(self._fd).st_mtime
 
     def release(self) -> None:
-        """Remove the file and drop the lock. Safe to call twice."""
+        """Remove the file, if it is still ours, and drop the lock. Safe to call twice."""
         if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
+            if self.stands:
+                self._path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1

@@ -12,7 +12,7 @@ import pytest
 
 from kvmanager.errors import PagekeeperError
 from services.streams.file_journal import STUCK, FileFollower, FileJournal, FileJournals
-from services.streams.journal import JournalError
+from services.streams.journal import JournalError, JournalLost
 from tests.services.test_journals import ID, batch, spec
 
 
@@ -65,6 +65,33 @@ def test_what_is_no_journal_is_left_alone_and_hinders_no_other(folder: str) -> N
         with pytest.raises(PagekeeperError, match="Is a directory"):
             await journals.follow("cmpl-00")
         assert len(os.listdir("/proc/self/fd")) == handles, "none is left open"
+
+    asyncio.run(test())
+
+
+def test_an_owner_whose_lock_file_was_removed_gives_way_to_the_next(folder: str) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, 60.0)
+        owner = await journals.create(spec())
+        await owner.append(batch(1, b"a"))
+        (Path(folder) / "streams" / f"{ID}.lock").unlink()
+        heir = await journals.take_over(ID)
+        assert heir is not None
+        await heir.append(batch(2, b"b"))
+        follower = await journals.follow(ID)
+        assert follower is not None
+        await owner.append(batch(2, b"b"))  # it does not know yet
+        with pytest.raises(JournalError, match="batch 2 does not follow event 2"):
+            await follower.refresh(0.0)
+        with pytest.raises(PagekeeperError, match="does not follow"):
+            await journals.follow(ID)
+        with pytest.raises(JournalLost, match="lock"):
+            await owner.renew()
+        await owner.close()
+        await heir.renew()
+        assert files(folder) == [ID, f"{ID}.lock"], "the lock is that of the heir"
+        await follower.close()
+        await heir.remove()
 
     asyncio.run(test())
 

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.streams.journal import EVENT_OVERHEAD, Batch, Dropped, Progress, Ring, StreamSpec, StreamState
+from services.streams.journal import (
+    EVENT_OVERHEAD,
+    Batch,
+    Dropped,
+    JournalError,
+    Progress,
+    Ring,
+    StreamSpec,
+    StreamState,
+)
 
 SPEC = StreamSpec("cmpl-0", "/v1/completions", "", "", "model", 0.0, b"{}", ((1, 2),))
 
@@ -87,8 +96,8 @@ def test_a_snapshot_stands_for_all_before_it(steps: list[tuple[int, int, int]], 
     assert resumed.ring.since(resumed.ring.first - 1) == whole.ring.since(whole.ring.first - 1)
 
 
-def test_a_batch_that_does_not_follow_is_a_bug() -> None:
+def test_a_batch_that_does_not_follow_is_refused() -> None:
     state = StreamState(SPEC, 1000)
     state.apply(Batch(1, (b"a",)))
-    with pytest.raises(AssertionError, match="does not follow"):
+    with pytest.raises(JournalError, match="does not follow"):
         state.apply(Batch(3, (b"c",)))
