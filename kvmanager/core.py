@@ -107,7 +107,7 @@ class Core:
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
-        elif isinstance(message, Question) and client.touched:
+        elif client.touched and not isinstance(message, Submit) and isinstance(message, Question):
             if isinstance(message, ExplainQuery | PlanQuery) and self.state.waiting.first is not None:
                 self.state.admission_due = True  # as the next tick would: a request may have its turn by now
                 self._get_on(now)
@@ -172,10 +172,8 @@ class Core:
         self.state.counters.dropped_messages += 1
 
     def _dispatch(self, now: float, client: Frontend | Runner, message: ToManager) -> None:
+        """The most frequent ones are looked for first."""
         state = self.state
-        if isinstance(client, Frontend) and isinstance(message, Query):
-            self._ask(now, client, message)
-            return
         match client, message:
             case Runner(), StepReport():
                 self._report(now, client, message)
@@ -183,6 +181,8 @@ class Core:
                 submissions.submit(state, client, message, now)
             case Frontend(), Cancel():
                 submissions.cancel(state, client, message)
+            case Frontend(), _ if isinstance(message, Query):
+                self._ask(now, client, message)
             case Runner(), Ready():
                 client.ready = True
                 state.admission_due = True

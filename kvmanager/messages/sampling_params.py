@@ -1,7 +1,8 @@
 """How a request's tokens are chosen: parts of `kvmanager.protocol`, from where they are to be imported."""
 
 import math
-from operator import attrgetter
+import sys
+from operator import attrgetter, le
 from typing import Final, Literal
 
 import msgspec
@@ -60,13 +61,23 @@ RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("min_tokens", 0, math.inf),
 )
 _ranged = attrgetter(*(name for name, _, _ in RANGES))
+_lows = tuple(max(low, -sys.float_info.max) for _, low, _ in RANGES)
+_highs = tuple(min(high, sys.float_info.max) for _, _, high in RANGES)
+
+
+def _out_of_range(values: tuple[float, ...]) -> str:
+    """What is wrong with the first of these that is not within its range."""
+    for (name, low, high), value, least, most in zip(RANGES, values, _lows, _highs, strict=True):
+        if not least <= value <= most:
+            return f"{name} is {value}, want a number from {low} to {high}"
+    raise AssertionError("all are within their ranges")
 
 
 def find_sampling_fault(params: SamplingParams, vocab_size: int = MAX_VOCABULARY) -> str:
     """What no sampler can work with, or an empty string; token ids must be below `vocab_size`."""
-    for (name, low, high), value in zip(RANGES, _ranged(params), strict=True):
-        if not (low <= value <= high and math.isfinite(value)):
-            return f"{name} is {value}, want a number from {low} to {high}"
+    values = _ranged(params)
+    if not (all(map(le, _lows, values)) and all(map(le, values, _highs))):
+        return _out_of_range(values)
     most = min(MAX_ALTERNATIVES, vocab_size)
     for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if number is not None and not 0 <= number <= most:

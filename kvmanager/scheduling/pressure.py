@@ -36,8 +36,10 @@ def relieve(state: State, pool: BlockPool, now: float) -> None:
 
     Not the only running one: it fits into the pool, and what it lacks is on its way back from somewhere else.
     """
+    if pool.available:
+        return
     starved = [runner for runner in state.runners if runner.credits_wanted and not runner.credits]
-    if not starved or pool.available or blocks_return(state, now):
+    if not starved or blocks_return(state, now):
         return
     running = settled(state, now)
     if len(running) > 1:

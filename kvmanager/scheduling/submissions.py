@@ -91,7 +91,7 @@ def find_fault(message: Submit) -> str:
         return f"request_id has {len(message.request_id)} characters, want 1 to {MAX_ID_CHARS}"
     if len(message.cache_salt) > MAX_TEXT_CHARS:
         return f"cache_salt has {len(message.cache_salt)} characters, want at most {MAX_TEXT_CHARS}"
-    if fault := tenant_fault(message.tenant):
+    if message.tenant and (fault := tenant_fault(message.tenant)):
         return fault
     if not 1 <= len(message.prompt_token_ids) <= MAX_PROMPT_TOKENS:
         return f"the prompt has {len(message.prompt_token_ids)} tokens, want 1 to {MAX_PROMPT_TOKENS}"
