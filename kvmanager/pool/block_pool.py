@@ -173,10 +173,17 @@ class BlockPool:
         self.tokens[block] = tokens
         self.salt[block] = salt
         self.sealed_at[block] = now
+        self.hits[block] = 0
         self.state[block] = SEALED
         self.num_sealed += 1
         self.changed.add(block)
-        if self._publish(block, digest, parent_hash, tokens, salt):
+        if (
+            not salt
+            and self.index.primary.setdefault(digest, block) == block
+            and self.children.only.setdefault(parent_hash, block) == block
+        ):  # what `_publish` does, where that concerns no other block, and fast
+            self.log.stored(digest, parent_hash, tokens, NO_SALT, block)
+        elif self._publish(block, digest, parent_hash, tokens, salt):
             for other in self.children.beginnings(parent_hash + salt, tokens):
                 if other in self.cached and self.is_partial(other):
                     self.cached.remove(other)
@@ -189,7 +196,7 @@ class BlockPool:
 
     def find(self, digest: bytes, parent_hash: bytes, tokens: bytes) -> int | None:
         """The block with this content. What it holds is compared too: a hash alone is never trusted."""
-        block = self.index.find(digest)
+        block = self.index.primary.get(digest)
         if block is None or self.tokens[block] != tokens or self.parent_hash[block] != parent_hash:
             return None
         return block
@@ -218,7 +225,12 @@ class BlockPool:
     def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
         """The same for each of them, in this order."""
         state, tokens, full, unfound, kept = self.state, self.tokens, self.block_bytes, self.unfound, []
-        for block in self.ledger.remove_all(blocks, holder):
+        holders, sole = self.ledger.by_block, (holder,)
+        for block in blocks:
+            if holders[block] != sole:
+                self.ledger.remove(block, holder)
+                continue
+            holders[block] = ()
             if state[block] != SEALED or block in unfound:
                 self._free(block)
                 continue
@@ -331,7 +343,7 @@ class BlockPool:
             digest, parent = hashes[block], parents[block]
             if salts[block] or digest in copies or only[parent] != block:
                 self._unpublish(block)
-            else:  # the same, where that concerns no other block, and fast
+            else:  # what `_unpublish` does, where that concerns no other block, and fast
                 del primary[digest], only[parent]
                 removed(digest, parent, NO_SALT, block)
             hashes[block], tokens[block] = NO_HASH, b""
@@ -350,15 +362,11 @@ class BlockPool:
 
     def _publish(self, block: int, digest: bytes, parent_hash: bytes, tokens: bytes, salt: bytes) -> bool:
         """From now on the block is found. True if its parent has other children, too."""
-        if self.index.primary.setdefault(digest, block) == block:
+        if self.index.add(digest, block):
             self.log.stored(digest, parent_hash, tokens, salt, block)
-        else:
-            self.index.add(digest, block)
-        self.hits[block] = 0
         if salt:
             self.of_salt.setdefault(salt, set()).add(block)
-        key = parent_hash + salt
-        return self.children.only.setdefault(key, block) != block and self.children.add(key, block)
+        return self.children.add(parent_hash + salt, block)
 
     def _unpublish(self, block: int) -> None:
         """From now on it is not; but a copy of it is, if there is one."""

@@ -3,7 +3,6 @@ sealed of it.
 """
 
 from array import array
-from collections.abc import Iterable
 
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.ledger import Holder
@@ -70,14 +69,15 @@ class Sequence(Holder):
     def describe(self) -> str:
         return f"sequence {self.choice} of start {self.start_id}"
 
-    def reuse(self, pool: BlockPool, hits: Iterable[int]) -> None:
+    def reuse(self, pool: BlockPool, hits: list[int]) -> None:
         """Begin the table with sealed blocks that hold the first tokens."""
         assert not self.table
         for block in hits:
             pool.hold(block, self)
             pool.hits[block] += 1
-            self.table.append(block)
-            self.last_hash = pool.block_hash[block]
+        self.table += hits
+        if hits:
+            self.last_hash = pool.block_hash[hits[-1]]
         self.num_sealed = self.num_reused = len(self.table)
         self.num_computed = self.num_sealed * pool.block_size
 
@@ -101,8 +101,11 @@ class Sequence(Holder):
     def seal(self, pool: BlockPool, now: float) -> None:
         """The runner has written the KV of the tokens up to `num_computed`: seal the blocks that are full."""
         self.advanced_at = now
-        size, table, known, unfound = pool.block_size, self.table, self.announced, pool.unfound
-        digest, end = self.last_hash, self.num_computed // size
+        size = pool.block_size
+        end = self.num_computed // size
+        if end == self.num_sealed:
+            return
+        table, known, unfound, digest = self.table, self.announced, pool.unfound, self.last_hash
         for index in range(self.num_sealed, end):
             start = index * size
             tokens = self.tokens[start : start + size].tobytes()

@@ -18,8 +18,8 @@ _LAST = 1 << 62  # sorts after every block
 class Children:
     """Every sealed or cached block is here exactly once, full or partial.
 
-    `only` may be used directly for the parent's first and last child: that is the common case, and it has to
-    be fast. It has MANY for a parent with more.
+    `only` may be used directly for a parent's only child: that is the common case, and it has to be fast. It
+    has MANY for a parent with more.
     """
 
     __slots__ = ("_siblings", "_tokens", "only")

@@ -46,8 +46,9 @@ class FreeQueue:
     def extend(self, blocks: Sequence[int]) -> None:
         """Add these in their order, the last of them as the last; none may be in the queue."""
         following, preceding, last = self._next, self._previous, self._previous[self._head]
+        there = max(map(following.__getitem__, blocks), default=_ABSENT)
+        assert there == _ABSENT, f"one of {blocks} is already in the queue"
         for block in blocks:
-            assert following[block] == _ABSENT, f"block {block} is already in the queue"
             following[last] = block
             preceding[block] = last
             last = block
@@ -72,7 +73,7 @@ class FreeQueue:
         preceding = self._previous[block]
         self._next[preceding] = following
         self._previous[following] = preceding
-        self._next[block] = self._previous[block] = _ABSENT
+        self._next[block] = _ABSENT
         self.length -= 1
 
     def pop(self) -> int:
@@ -84,14 +85,14 @@ class FreeQueue:
         if not count:
             return []
         assert count <= self.length, "the queue is empty"
-        following, preceding, popped = self._next, self._previous, []
+        following, popped = self._next, []
         block = following[self._head]
         for _ in range(count):
             popped.append(block)
             after = following[block]
-            following[block] = preceding[block] = _ABSENT
+            following[block] = _ABSENT
             block = after
         following[self._head] = block
-        preceding[block] = self._head
+        self._previous[block] = self._head
         self.length -= count
         return popped

@@ -19,7 +19,8 @@ class Holder:
 class Ledger:
     """Block → its holders, each at most once. Most blocks have one, so a tuple is all it takes.
 
-    `by_block` may be read directly by those who ask often.
+    `by_block` may be used directly for a block with one holder: that is the common case, and it has to be
+    fast.
     """
 
     __slots__ = ("by_block",)
@@ -35,30 +36,20 @@ class Ledger:
         assert holder not in holders, f"{holder.describe()} already holds block {block}"
         self.by_block[block] = (*holders, holder)
 
-    def add_first(self, blocks: Iterable[int], holder: Holder) -> None:
+    def add_first(self, blocks: list[int], holder: Holder) -> None:
         """To blocks that nobody holds."""
-        sole = (holder,)
+        by_block, sole = self.by_block, (holder,)
+        assert not any(map(by_block.__getitem__, blocks)), f"one of {blocks} is held already"
         for block in blocks:
-            assert not self.by_block[block], f"block {block} is held already"
-            self.by_block[block] = sole
+            by_block[block] = sole
 
     def remove(self, block: int, holder: Holder) -> bool:
         """True if that was the last one."""
-        return bool(self.remove_all((block,), holder))
-
-    def remove_all(self, blocks: Iterable[int], holder: Holder) -> list[int]:
-        """Those of the blocks of which that was the last one, in their order."""
-        by_block, sole, left = self.by_block, (holder,), []
-        for block in blocks:
-            holders = by_block[block]
-            if holders == sole:
-                by_block[block] = ()
-                left.append(block)
-                continue
-            assert holder in holders, f"{holder.describe()} does not hold block {block}"
-            place = holders.index(holder)
-            by_block[block] = holders[:place] + holders[place + 1 :]
-        return left
+        holders = self.by_block[block]
+        assert holder in holders, f"{holder.describe()} does not hold block {block}"
+        place = holders.index(holder)
+        self.by_block[block] = left = holders[:place] + holders[place + 1 :]
+        return not left
 
     def replace(self, block: int, holder: Holder, successor: Holder) -> None:
         """`successor` holds `block` instead of `holder`."""

@@ -25,8 +25,9 @@ class InFlight:
         """`sequence` will compute the blocks with these hashes, from its first that is not sealed."""
         sequence.announced = hashes
         sequence.num_settled = sequence.num_sealed
+        producers = self.producers
         for digest in hashes[sequence.num_sealed :]:
-            if self.producers.setdefault(digest, sequence) is not sequence:
+            if producers.setdefault(digest, sequence) is not sequence:
                 self._successors.setdefault(digest, []).append(sequence)
 
     def settle(self, sequence: Sequence) -> bool:
@@ -61,18 +62,19 @@ class InFlight:
         return {digest: list(requests) for digest, requests in self._waiters.items()}
 
     def _settle(self, sequence: Sequence, end: int) -> bool:
-        woken = False
+        producers, successors, waiters, woken = self.producers, self._successors, self._waiters, False
         for digest in sequence.announced[sequence.num_settled : end]:
-            if self.producers.get(digest) is not sequence:
+            if producers.get(digest) is not sequence:
                 self._drop_successor(digest, sequence)
                 continue
-            del self.producers[digest]
-            if digest in self._successors:
-                successor = self._successors[digest][0]
+            del producers[digest]
+            if digest in successors:
+                successor = successors[digest][0]
                 self._drop_successor(digest, successor)
-                self.producers[digest] = successor
-            for request in self._waiters.pop(digest, ()):
-                self._resume(request)
+                producers[digest] = successor
+            if digest in waiters:
+                for request in waiters.pop(digest):
+                    self._resume(request)
                 woken = True
         sequence.num_settled = max(sequence.num_settled, end)
         return woken

@@ -124,7 +124,7 @@ class ReportCheck:
                 f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
                 f"in {len(table)} blocks"
             )
-        if sequence.source is not None and computed > before and sequence not in self._read:
+        if sequence.source is not None and sequence not in self._read and computed > before:
             raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
         for block in table[before // size : computed // size]:
             if len(self._holders[block]) != 1 or sequence in self._sharing:
@@ -187,10 +187,10 @@ def apply(
         end(state, active[ended.start_id], sequence, ended.reason, pool, now)
     for copied, sequence in zip(report.copied, sequences, strict=False):
         replace_entry(runner, sequence, copied, pool)
-    replace = pool.ledger.replace
+    holders = pool.ledger.by_block
     for taken, sequence in zip(report.taken, sequences, strict=False):
         for block, _ in taken.blocks:
-            replace(block, runner, sequence)
+            holders[block] = (sequence,)  # instead of the runner, who held its credit alone
             sequence.table.append(block)
     for block, _ in report.returned:
         pool.release(block, runner)
