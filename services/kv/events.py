@@ -55,11 +55,11 @@ class EventsRoute:
         given = Parameters(request, ("snapshot",))
         snapshot = given.choice("snapshot", ("1", "0")) == "1"
         since = read_id(request.headers.get("last-event-id", ""))
-        if self._followers >= MAX_FOLLOWERS:
-            message = f"{MAX_FOLLOWERS} clients follow the events of this frontend, its limit"
-            raise ApiError(429, message, code="too_many_followers", headers={"retry-after": "5"})
         query = partial(EventsQuery, limit=1, tenant=tenant)
         now = (await ask(self._context.backend, query, EventsPage)).at
+        if self._followers >= MAX_FOLLOWERS:  # nothing waits from here until it is counted: many come at once
+            message = f"{MAX_FOLLOWERS} clients follow the events of this frontend, its limit"
+            raise ApiError(429, message, code="too_many_followers", headers={"retry-after": "5"})
         if request.method == "HEAD":
             return Response(headers={name.decode(): value.decode() for name, value in SSE_HEADERS})
         follower = Follower(self._context, self._collector, tenant)

@@ -5,7 +5,7 @@ import json
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +209,28 @@ def test_followers_are_limited_and_a_head_is_no_stream(stack: Stack, monkeypatch
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_followers")
     wait_until(lambda: httpx.head(url, headers=headers, timeout=20).status_code == 200, "its place")
     assert MAX_FOLLOWERS > 1
+
+
+def test_followers_that_come_all_at_once_are_limited_too(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there is room is decided when they are counted, not before the manager is asked."""
+    url, headers = f"{stack.url}/kv/events", {"authorization": "Bearer root"}
+    monkeypatch.setattr(events, "MAX_FOLLOWERS", 2)
+    wait_until(
+        lambda: httpx.head(url, headers=headers, timeout=20).status_code == 200, "the end of earlier ones"
+    )
+
+    async def follow_all() -> list[int]:
+        async with httpx.AsyncClient(timeout=20, headers=headers) as http, AsyncExitStack() as open_streams:
+            streams = [open_streams.enter_async_context(http.stream("GET", url)) for _ in range(12)]
+            return sorted(answer.status_code for answer in await asyncio.gather(*streams))
+
+    assert asyncio.run(follow_all()) == [200] * 2 + [429] * 10
+
+
+def test_a_wrong_last_event_id_is_named(stack: Stack) -> None:
+    url, headers = f"{stack.url}/kv/events", {"authorization": "Bearer root"}
     wrong = httpx.get(url, headers={**headers, "last-event-id": "x"}, timeout=20)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "Last-Event-ID")
 
