@@ -18,7 +18,7 @@ from rich.text import Text
 from services.kv.tree import SORTS
 from services.terminal import kv_top, kv_views
 from services.terminal.chat_client import parse_url
-from services.terminal.kv_client import TIMEOUT, Json, KvApi, shown
+from services.terminal.kv_client import TIMEOUT, Json, KvApi, as_json, shown
 from services.terminal.server_errors import ServerError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
@@ -161,7 +161,7 @@ def show(console: Console, given: argparse.Namespace, answer: Json, view: Render
 
 def print_json(console: Console, value: Json) -> None:
     """One line, past rich, which would wrap it."""
-    console.file.write(json.dumps(value, ensure_ascii=False) + "\n")
+    console.file.write(as_json(value) + "\n")
     console.file.flush()
 
 
@@ -243,7 +243,11 @@ def run_events(api: KvApi, given: argparse.Namespace, console: Console) -> int:
             if not seen and not last_id:
                 raise
             wait = PAUSES[min(failures, len(PAUSES) - 1)]
-            print(f"pagekeeper kv events: {error}; trying again in {wait:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"pagekeeper kv events: {shown(str(error))}; trying again in {wait:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             failures += 1
             pause.wait(wait)
 

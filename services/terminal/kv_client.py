@@ -26,6 +26,12 @@ def shown(text: str) -> str:
     return text.translate(_UNSHOWN).translate(_DIRECTIONS)
 
 
+def as_json(value: Json) -> str:
+    """On one line; what `shown` does not show stands there as an escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.translate({code: f"\\u{code:04x}" for code in (*_UNSHOWN, *_DIRECTIONS)})
+
+
 def one_line(text: str) -> str:
     """The same, with its line ends and tabs made visible."""
     return shown(text.replace("\r\n", "\n")).replace("\n", "⏎").replace("\t", "⇥")

@@ -32,7 +32,7 @@ STRIP: Final = {
     "compute": ("░", "bright_black", "to compute"),
 }
 REASONS: Final = {
-    "hit": "all of it is cached",
+    "hit": "all but the last one",
     "never_seen": "what follows was never seen",
     "evicted": "what follows was evicted",
     "partial": "what follows is part of a block",

@@ -141,13 +141,13 @@ def test_prompts_from_files_and_pipes(run: Run, stack: Stack, tmp_path: Any) -> 
     path = tmp_path / "prompt.txt"
     path.write_text(TEXT)
     expected = run("explain", TEXT)[1]
-    assert "all of it is cached" in expected
+    assert "all but the last one\n" in expected
     assert run("explain", "-f", str(path))[1] == expected
     assert run("explain", typed=TEXT)[1] == expected
     whole = json.dumps({"prompt": TEXT, "model": "any", "stream": True, "temperature": 0.3})
     assert run("explain", typed=whole)[1] == expected
     assert "0 of" in run("explain", TEXT, "--salt=mine")[1]
-    assert "all of it is cached" not in run("explain", TEXT, "--chat")[1]
+    assert "all but the last one\n" not in run("explain", TEXT, "--chat")[1]
 
 
 def test_pins_are_made_listed_and_ended(run: Run, stack: Stack) -> None:

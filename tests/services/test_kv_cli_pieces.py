@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from services.terminal import kv, kv_views
 from services.terminal.kv import as_body
-from services.terminal.kv_client import Event, one_line, read_events, shown
+from services.terminal.kv_client import Event, as_json, one_line, read_events, shown
 from services.terminal.server_errors import ServerError
 
 
@@ -17,6 +17,14 @@ def test_no_text_moves_the_cursor(text: str) -> None:
     for code in map(ord, shown(text)):
         assert code in (9, 10) or not (code < 32 or 127 <= code < 160)
     assert "\n" not in one_line(text)
+
+
+@given(st.text() | st.text('\x7f\x9b\u202e\u2066\\"\né'))
+def test_json_moves_no_cursor_and_says_the_same(text: str) -> None:
+    line = as_json({"text": text})
+    assert json.loads(line) == {"text": text}
+    assert shown(line) == line
+    assert "\n" not in line
 
 
 @given(st.text())
