@@ -1,6 +1,6 @@
 // The page: its parts, and what joins them.
 
-import { ask, connection, hasKey, useKey } from "./api.js";
+import { ApiError, ask, connection, hasKey, useKey } from "./api.js";
 import { $, count, el, say, sentence } from "./dom.js";
 import { Events } from "./events.js";
 import { Explain } from "./explain.js";
@@ -171,6 +171,10 @@ function askForKey(error) {
 $("key-dialog").addEventListener("close", () => {
   const value = $("key").value.trim();
   $("key").value = "";
+  if (/[^\x20-\x7e]/.test(value)) {
+    askForKey(new ApiError(0, "A browser can send ASCII only: was something else copied with the key?"));
+    return;
+  }
   if (value) useKey(value);
   connection.state = "connecting";
   stats.poll.now();

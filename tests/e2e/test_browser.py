@@ -218,6 +218,8 @@ def test_a_hundred_thousand_blocks_with_a_key(stack: Stack, browser: Browser) ->
         page = shown.page
         page.wait_for_selector("#key-dialog[open]")
         assert "admin's and tenant's keys" in page.inner_text("#key-reason")
+        enter(shown, "\u201croot\u201d")  # no header can carry it: that is no server that does not answer
+        shown.wait("() => document.getElementById('key-reason').textContent.includes('ASCII')")
         enter(shown, "wrong")
         shown.wait("() => document.getElementById('key-reason').textContent.includes('not one of this')")
         enter(shown, "root")
