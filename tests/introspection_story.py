@@ -239,16 +239,16 @@ def commands(page: Page) -> None:
 ### POST /kv/explain
 
 What a request with this text would find now: `prompt` (text or token ids) or `messages`, tokenised as the
-completion routes do it, and `cache_salt`. `cached_tokens` is what such a request then reports. `reason` is
-why it is not more:
+completion routes do it, and `cache_salt`. `cached_tokens` is what such a request then reports, if nothing
+changes before. `reason` is why it is not more:
 
 | `reason` | |
 |---|---|
 | `hit` | it is all but the last token, which is always computed |
 | `never_seen` | nothing that is cached goes on as this text does |
 | `partial` | a cached block begins as the text goes on; `difference` says where they part |
-| `evicted` | it was there: `eviction` says when, why, and for whose request |
-| `being_computed` | `computed_by` computes the next block right now; a request would wait for that |
+| `evicted` | it was there: `eviction` says when, why, and for whose request; known of full blocks only |
+| `being_computed` | `computed_by` computes the next block right now; a request waits for that, and reports more |
 | `other_layout` | it was there, for another model, dtype or block size |
 
 `difference` has what follows on either side, to the end of the block, and the text `before` it. `advice`

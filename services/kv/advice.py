@@ -14,6 +14,7 @@ Text = Callable[[Sequence[int]], str]
 CONTEXT_TOKENS: Final = 64  # looked at on either side of a difference
 BEFORE_CHARS: Final = 200
 SHOWN_CHARS: Final = 60
+UNREADABLE: Final = "\ufffd"
 
 _MONTH: Final = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _DAY: Final = r"\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
@@ -77,7 +78,10 @@ def find_cause(found: Difference, tokens: Sequence[int], text: Text) -> Finding:
             other = pattern.match(cached, start)
             if start <= at < end and (other is not None or len(cached) < end):  # or its block ends there
                 return Finding(match.group(), cached[start : other.end() if other else end], kind)
-    return Finding(text(tokens[token : token + 1]), text(found.cached.token_ids[:1]), "")
+    own, theirs = text(tokens[token : token + 1]), text(found.cached.token_ids[:1])
+    if UNREADABLE in own + theirs:  # a part of a character
+        own, theirs = yours[at : at + 1] or own, cached[at : at + 1] or theirs
+    return Finding(own, theirs, "")
 
 
 def advise(
@@ -184,6 +188,9 @@ def _differs(
 def _unknown(explanation: Explanation, found: Difference | None, salt: str) -> str:
     total, cached, size = explanation.num_tokens, explanation.num_cached_tokens, explanation.block_size
     under = " under this cache_salt" if salt else ""
+    if cached and total - cached < size:  # of a part of a block nothing is remembered once it is gone
+        rest = f"The rest, less than a block, is not: {total - cached} tokens are computed."
+        return f"{_so_far(cached, total)} {rest}"
     if cached:
         new = total - cached
         return f"{_so_far(cached, total)} What follows was never computed{under}: {new} tokens are new."

@@ -19,7 +19,7 @@ from services.auth import observer
 from services.context import Context
 from services.errors import from_pagekeeper, invalid
 from services.kv.answers import PinCard, PinList
-from services.kv.ask import RETRY_AFTER, ask, reply
+from services.kv.ask import RETRY_AFTER, Parameters, ask, reply
 from services.kv.prompt import check_prompt, prompt_tokens
 from services.kv.types import PinRequest
 
@@ -46,6 +46,7 @@ class PinsRoute:
 
     async def list(self, request: Request) -> Response:
         tenant = self._tenant(request)
+        Parameters(request, ())
         answer = await self._ask(lambda number: PinsQuery(number, tenant))
         pins = [card(pin) for pin in answer.pins]
         return reply(PinList(pins, answer.pinned_blocks, answer.budget_blocks))
@@ -63,7 +64,7 @@ class PinsRoute:
 
     async def remove(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        name = request.query_params.get("name", "")
+        name = Parameters(request, ("name",)).text("name", MAX_ID_CHARS)
         if not name:
             message = "the pin's name is missing: DELETE /kv/pins?name=…"
             raise invalid("name", message, "missing_required_parameter")

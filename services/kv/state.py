@@ -33,7 +33,7 @@ from kvmanager.protocol import (
 )
 from services.auth import admin, observer
 from services.context import Context
-from services.errors import ApiError
+from services.errors import ApiError, invalid
 from services.kv import state_answers as answers
 from services.kv.ask import Parameters, ask, holder_card, ref, reply
 
@@ -50,7 +50,7 @@ REQUEST_STATES: Final = (
     "ended",
 )
 RUNNING: Final = frozenset({"running", "preempting", "cancelling"})
-MAX_CURSOR_CHARS: Final = 256
+MAX_CURSOR_DIGITS: Final = 18
 MAX_PAGES: Final = 8  # of the manager's, for one of ours
 MAX_FAULTS: Final = 1000
 AUDIT_SECONDS: Final = 30.0
@@ -89,7 +89,7 @@ class StateRoutes:
         tenant = observer(request, self._config).tenant
         given = Parameters(request, ("state", "cursor", "limit"))
         state = given.choice("state", REQUEST_STATES)
-        cursor = given.text("cursor", MAX_CURSOR_CHARS)
+        cursor = read_cursor(given.text("cursor", MAX_CURSOR_DIGITS))
         limit = given.number("limit", 256, 1, MAX_PAGE)
         for _ in range(MAX_PAGES):
             page = await self._requests_page(tenant, cursor, limit)
@@ -181,6 +181,13 @@ class StateRoutes:
             if not cursor:
                 break
         return found
+
+
+def read_cursor(text: str) -> str:
+    """As the manager gives it, or empty. Raises ApiError 400."""
+    if text and not (text.isascii() and text.isdecimal()):
+        raise invalid("cursor", "`cursor` is not one that an answer gave as `next_cursor`")
+    return text
 
 
 def is_in(info: RequestInfo, state: str) -> bool:

@@ -99,6 +99,18 @@ def test_a_difference_without_a_cause_and_one_in_the_system_prompt() -> None:
     assert "its block, the last one, changes, so 12 of 32 tokens" in last
 
 
+def test_a_character_that_differs_in_its_last_byte_is_shown_whole() -> None:
+    def of_bytes(tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+    yours, cached = (f"Fly {sign} higher".encode() for sign in "🎈🎉")
+    explanation = explain(yours.decode("latin-1"), cached.decode("latin-1"))
+    found = difference(explanation, list(yours), of_bytes)
+    assert found is not None
+    cause = find_cause(found, list(yours), of_bytes)
+    assert (cause.yours, cause.cached, cause.kind) == ("🎈", "🎉", "")
+
+
 def test_where_the_cached_text_ends_and_where_it_never_began() -> None:
     assert (
         said("x" * 40, "x" * 20)
@@ -112,6 +124,9 @@ def test_where_the_cached_text_ends_and_where_it_never_began() -> None:
     assert said("y" * 9).startswith("The prompt has 9 tokens, a block 16")
     assert said("x" * 48, num_cached_tokens=32, blocks=((1, 1), (2, 1))) == (
         "32 of 48 tokens are cached. What follows was never computed: 16 tokens are new."
+    )
+    assert said("x" * 40, num_cached_tokens=32, blocks=((1, 1), (2, 1))) == (
+        "32 of 40 tokens are cached. The rest, less than a block, is not: 8 tokens are computed."
     )
     for salt, own in (("", "without a cache_salt"), ("s", "under this cache_salt")):
         elsewhere = said("y" * 40, hints={"salt": salt, "elsewhere": True})
