@@ -248,7 +248,7 @@ changes before. `reason` is why it is not more:
 | `never_seen` | nothing that is cached goes on as this text does |
 | `partial` | a cached block begins as the text goes on; `difference` says where they part |
 | `evicted` | it was there: `eviction` says when, why, and for whose request; known of full blocks only |
-| `being_computed` | `computed_by` computes the next block right now; a request waits for that, and reports more |
+| `being_computed` | `computed_by` computes the next block now; a request waits for it, and reports more |
 | `other_layout` | it was there, for another model, dtype or block size |
 
 `difference` has what follows on either side, to the end of the block, and the text `before` it. `advice`
