@@ -87,7 +87,8 @@ class ReportCheck:
         for taken in report.taken:
             self._find(taken.start_id, taken.choice)
         self._spend([block for taken in report.taken for block in taken.blocks])
-        self._spend(report.returned)
+        if report.returned:
+            self._spend(report.returned)
         if not 0 <= report.credits_wanted <= MAX_CREDITS_WANTED:
             raise InvalidReport(f"credits_wanted is {report.credits_wanted}")
         if not 0 <= report.num_tail_tokens <= self._pool.num_blocks * self._pool.block_size:
@@ -173,7 +174,8 @@ def apply(
     active, sequences = runner.active, iter(check.named)
     for _ in report.sources_read:
         next(sequences).copied(pool)
-    for progress, sequence in zip(report.progress, sequences, strict=False):
+    for progress in report.progress:
+        sequence = next(sequences)
         if active[progress.start_id].started_at is not None:
             measure(state, active[progress.start_id], sequence, now)
         sequence.seal(pool, now)
@@ -183,12 +185,13 @@ def apply(
         parent = next(sequences)
         for child in islice(sequences, len(forked.children)):
             fork(runner, active[forked.start_id], parent, child, pool)
-    for ended, sequence in zip(report.ended, sequences, strict=False):
-        end(state, active[ended.start_id], sequence, ended.reason, pool, now)
-    for copied, sequence in zip(report.copied, sequences, strict=False):
-        replace_entry(runner, sequence, copied, pool)
+    for ended in report.ended:
+        end(state, active[ended.start_id], next(sequences), ended.reason, pool, now)
+    for copied in report.copied:
+        replace_entry(runner, next(sequences), copied, pool)
     holders = pool.ledger.by_block
-    for taken, sequence in zip(report.taken, sequences, strict=False):
+    for taken in report.taken:
+        sequence = next(sequences)
         for block, _ in taken.blocks:
             holders[block] = (sequence,)  # instead of the runner, who held its credit alone
             sequence.table.append(block)
