@@ -108,7 +108,8 @@ export class Stats {
       $("map-note"),
       pool.num_blocks ? `${size}${tier?.num_slots ? ` · ${count(tier.blocks)} blocks on disk` : ""}` : "",
     );
-    this.showRunners(runners ?? []);
+    $("runners").hidden = !runners; // a tenant is not told
+    if (runners) this.showRunners(runners);
   }
 
   showRunners(runners) {

@@ -256,6 +256,7 @@ def test_a_tenant_sees_others_as_others(stack: Stack, browser: Browser) -> None:
         has_blocks(shown, 10)
         shown.wait("() => [...document.querySelectorAll('#legend button')].at(-1).dataset.count === '3'")
         assert shown.page.inner_text("#hits-note") == "for admin keys"
+        assert not shown.page.is_visible("#runners")  # what is not told is not "no runner"
         shown.page.click("#forget-key")
         shown.page.wait_for_selector("#key-dialog[open]")
 
