@@ -18,6 +18,7 @@ import zmq.asyncio
 from kvmanager.errors import PagekeeperError
 from kvmanager.liveness import HeldLock
 from kvmanager.paths import (
+    check_socket,
     default_pool_directory,
     leftovers,
     lock_path,
@@ -45,6 +46,7 @@ __all__ = [
     "AsyncManagerClient",
     "ClientSession",
     "ManagerClient",
+    "check_socket",
     "default_pool_directory",
     "leftovers",
     "manager_endpoint",

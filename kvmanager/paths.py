@@ -102,6 +102,19 @@ def socket_endpoint(pool_directory: str, name: str) -> str:
     return f"ipc://{path}"
 
 
+def check_socket(endpoint: str) -> None:
+    """Raises PagekeeperError ("internal") if the file of a socket that this process listens on was removed:
+    nobody could connect any more. Endpoints of other kinds have none.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and not os.path.exists(path):
+        raise PagekeeperError(
+            "internal",
+            f"the socket {path} was removed: nobody can connect to this process any more, so it ends; "
+            "start it again",
+        )
+
+
 def events_endpoint(pool_directory: str) -> str:
     """Where events are published if the setting `kv_events_endpoint` does not name another place."""
     return socket_endpoint(pool_directory, "events")

@@ -23,7 +23,14 @@ from kvmanager.core import Core
 from kvmanager.errors import PagekeeperError
 from kvmanager.event_publisher import EventPublisher
 from kvmanager.liveness import HeldLock, WatchedLock, held_locks
-from kvmanager.paths import events_endpoint, lock_path, manager_endpoint, prepare, replay_endpoint
+from kvmanager.paths import (
+    check_socket,
+    events_endpoint,
+    lock_path,
+    manager_endpoint,
+    prepare,
+    replay_endpoint,
+)
 from kvmanager.pool.block_pool import BlockPool, BlockRecord
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
@@ -97,7 +104,9 @@ class Server:
         self._publisher = self._open_publisher()
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT (or `stop`). Raises PagekeeperError if another may have its place."""
+        """Serve until SIGTERM or SIGINT (or `stop`). Raises PagekeeperError if another may have its place,
+        or nobody can reach it.
+        """
         signal.signal(signal.SIGTERM, self.stop)
         signal.signal(signal.SIGINT, self.stop)
         log.info("event=start endpoint=%s boot_id=%s", self._endpoint, self._boot_id)
@@ -111,6 +120,7 @@ class Server:
             if (now := time.monotonic()) >= next_look:
                 next_look = now + TICK
                 self._lock.check()
+                check_socket(self._endpoint)
                 self._lock.touch()
                 self._watch(now)
                 self._carry_out(self._core.tick(now))

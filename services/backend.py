@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvmanager.client import AsyncManagerClient
+from kvmanager.client import AsyncManagerClient, check_socket
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
@@ -77,7 +77,7 @@ class Backend:
         self._next_query = 0
         self._unreadable = Unreadable("token batches")
         self._counted = (0, 0, 0)  # of _COUNTED, what the metrics have
-        self._socket_path = token_endpoint.removeprefix("ipc://")
+        self._endpoint = token_endpoint
         self._context = zmq.asyncio.Context()
         self._tokens = self._context.socket(zmq.PULL)
         self._tokens.setsockopt(zmq.LINGER, 0)
@@ -102,7 +102,7 @@ class Backend:
         self._context.term()
         self._client.close()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._socket_path)
+            os.unlink(self._endpoint.removeprefix("ipc://"))
 
     # --- for the HTTP side --------------------------------------------------------------------------------
 
@@ -207,6 +207,11 @@ class Backend:
         while True:
             await asyncio.sleep(_TICK)
             ticks += 1
+            try:
+                check_socket(self._endpoint)
+            except PagekeeperError as error:
+                self._give_up(error)
+                return
             self._client.show_life()
             self._apply(self.tracker.tick(time.monotonic()))
             if ticks % _STATS_EVERY == 0 and self.tracker.connected:

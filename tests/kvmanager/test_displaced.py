@@ -1,9 +1,11 @@
 """A process that lives but whose lock file was removed: another may have its name, and it ends."""
 
+from pathlib import Path
+
 import pytest
 
 from kvmanager.errors import PagekeeperError
-from kvmanager.paths import lock_path
+from kvmanager.paths import lock_path, manager_endpoint
 from kvmanager.protocol import Directives, Fenced, Progress, RunnerLost, StepReport
 from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.test_server import DEADLINE, Daemon, stats_when, wait_for
@@ -40,3 +42,12 @@ def test_a_manager_whose_place_was_taken_ends_with_one_line(daemon: Daemon) -> N
     _, errors = daemon.process.communicate(timeout=DEADLINE)
     assert daemon.process.returncode == 1
     assert "kvmanager: the lock file" in errors.splitlines()[-1]
+
+
+def test_a_manager_whose_socket_was_removed_ends_with_one_line(daemon: Daemon) -> None:
+    daemon.frontend().close()
+    Path(manager_endpoint(daemon.directory).removeprefix("ipc://")).unlink()
+    assert daemon.process is not None
+    _, errors = daemon.process.communicate(timeout=DEADLINE)
+    assert daemon.process.returncode == 1
+    assert "manager.sock was removed" in errors.splitlines()[-1]

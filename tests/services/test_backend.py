@@ -128,6 +128,18 @@ def test_a_loop_that_fails_is_fatal(tmp_path: Path) -> None:
     with_backend(tmp_path, client, check)
 
 
+def test_a_token_socket_that_was_removed_is_fatal(tmp_path: Path) -> None:
+    async def check(backend: Backend, fatal: list[PagekeeperError]) -> None:
+        waiting = generation()
+        backend.submit(waiting)
+        (tmp_path / "sockets" / "f.sock").unlink()
+        await until(lambda: bool(fatal))
+        assert "f.sock was removed" in fatal[0].message
+        assert waiting.request.error is fatal[0]
+
+    with_backend(tmp_path, StubClient(), check)
+
+
 def test_the_outbox_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_OUTBOX", 1)
     client = StubClient(send=[absent() for _ in range(1000)])
