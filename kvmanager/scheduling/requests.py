@@ -46,16 +46,16 @@ class Group:
     def __init__(self, prompt: "array[int]", choices: tuple[int, ...], output: tuple[int, ...]) -> None:
         self.choices = choices
         self.output = output
-        self.tokens = prompt + token_array(output)
+        self.tokens = prompt + token_array(output) if output else prompt  # never changed
         self._blocks: list[tuple[bytes, bytes, bytes]] = []  # empty until they are asked for
 
     def lookup(self, pool: BlockPool, salt: bytes) -> Found:
         """Blocks that hold this group's first tokens, in order; the last token is left to be computed."""
-        size, last = pool.block_size, len(self.tokens) - 1
+        size, last, find = pool.block_size, len(self.tokens) - 1, pool.find
         found: list[int] = []
         parent = pool.root
         for digest, before, tokens in self.findable(pool, salt):
-            block = pool.find(digest, before, tokens)
+            block = find(digest, before, tokens)
             if block is None:
                 break
             found.append(block)
@@ -66,11 +66,17 @@ class Group:
     def blocks(self, pool: BlockPool, salt: bytes) -> list[tuple[bytes, bytes, bytes]]:
         """Hash, parent hash and packed tokens of each full block."""
         if not self._blocks:
-            packed, width, digest = self.tokens.tobytes(), pool.block_bytes, pool.root
+            packed, width, parent, note = (
+                self.tokens.tobytes(),
+                pool.block_bytes,
+                pool.root,
+                self._blocks.append,
+            )
             for end in range(width, len(packed) + 1, width):
-                parent, tokens = digest, packed[end - width : end]
+                tokens = packed[end - width : end]
                 digest = block_hash(parent, tokens, salt)
-                self._blocks.append((digest, parent, tokens))
+                note((digest, parent, tokens))
+                parent = digest
         return self._blocks
 
     def findable(self, pool: BlockPool, salt: bytes) -> list[tuple[bytes, bytes, bytes]]:
