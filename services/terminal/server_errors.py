@@ -7,6 +7,10 @@ class ServerError(Exception):
     """The server refused, failed or cannot be reached; the message says which, and what to do."""
 
 
+class Refused(ServerError):
+    """The server would refuse the same again."""
+
+
 def check(response: httpx.Response, key_option: str) -> None:
     """Raises ServerError with the server's own words unless it answered 200."""
     if response.status_code == 200:
@@ -17,7 +21,8 @@ def check(response: httpx.Response, key_option: str) -> None:
     except (ValueError, KeyError, TypeError):
         message = response.text[:200] or response.reason_phrase
     hint = f"; give {key_option}" if response.status_code == 401 else ""
-    raise ServerError(f"the server answered {response.status_code}: {message}{hint}")
+    kind = Refused if response.status_code in (400, 401, 403, 404) else ServerError
+    raise kind(f"the server answered {response.status_code}: {message}{hint}")
 
 
 def unreachable(url: object, error: httpx.HTTPError) -> ServerError:

@@ -187,6 +187,12 @@ def test_events_go_on_after_the_last_one(run: Run, stack: Stack) -> None:
     assert "events after 1 are lost" in run("events", f"--after={cache.boot_id}:1", "--count=1")[1]
 
 
+def test_what_the_server_refuses_is_not_asked_again(run: Run) -> None:
+    for options in (["--after=x"], ["--after=a:1", "--key=unknown"]):
+        status, output, errors = run("events", *options)
+        assert (status, output, "trying again" in errors) == (1, "", False)
+
+
 def test_a_stream_that_breaks_off_is_taken_up_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
