@@ -19,7 +19,7 @@ from services.kv.tree import SORTS
 from services.terminal import kv_top, kv_views
 from services.terminal.chat_client import parse_url
 from services.terminal.kv_client import TIMEOUT, Json, KvApi, as_json, shown
-from services.terminal.server_errors import Refused, ServerError
+from services.terminal.server_errors import Broken, Refused, ServerError
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 WIDTH: Final = 140  # characters, where there is no terminal
@@ -227,7 +227,7 @@ def run_events(api: KvApi, given: argparse.Namespace, console: Console) -> int:
     """Follow the events; after a break go on behind the last one, unless the first try fails already or the
     server refuses.
     """
-    last_id, seen, failures, pause = given.after, 0, 0, threading.Event()
+    last_id, begun, seen, failures, pause = given.after, False, 0, 0, threading.Event()
     while True:
         try:
             for event in api.events(last_id, given.snapshot and not last_id):
@@ -242,7 +242,8 @@ def run_events(api: KvApi, given: argparse.Namespace, console: Console) -> int:
                 if seen == given.count:
                     return 0
         except ServerError as error:
-            if isinstance(error, Refused) or not (seen or last_id):
+            begun = begun or isinstance(error, Broken)
+            if isinstance(error, Refused) or not (begun or last_id):
                 raise
             wait = PAUSES[min(failures, len(PAUSES) - 1)]
             print(

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import httpx
 
-from services.terminal.server_errors import ServerError, check, unreachable
+from services.terminal.server_errors import Broken, ServerError, check, unreachable
 
 Json = dict[str, Any]
 
@@ -83,15 +83,18 @@ class KvApi:
         return found
 
     def events(self, last_id: str, snapshot: bool) -> Iterator[Event]:
-        """The stream of events, until it breaks off (which is a ServerError as well)."""
+        """The stream of events, until it breaks off, which is `Broken`."""
         headers = {"last-event-id": last_id} if last_id else {}
         path = f"/kv/events?snapshot={int(snapshot)}"
-        timeout = httpx.Timeout(5.0, read=SILENCE)
+        timeout, begun = httpx.Timeout(5.0, read=SILENCE), False
         try:
             with self._client.stream("GET", path, headers=headers, timeout=timeout) as response:
                 check(response, "--key or PAGEKEEPER_KEY")
+                begun = True
                 yield from read_events(response.iter_bytes())
         except httpx.HTTPError as error:
+            if begun:
+                raise Broken(f"the stream of events broke off ({error})") from None
             raise unreachable(self._client.base_url, error) from None
 
     def _json(self, method: str, path: str, **options: Any) -> Json:
@@ -127,7 +130,7 @@ def read_events(chunks: Iterable[bytes]) -> Iterator[Event]:
                 fields[key] = value.removeprefix(b" ")
         if len(rest) > MAX_EVENT_BYTES:
             raise ServerError(f"the server sent an event of more than {MAX_EVENT_BYTES} bytes")
-    raise ServerError("the stream of events ended")
+    raise Broken("the stream of events ended")
 
 
 def _event(fields: Mapping[str, bytes]) -> Event:
@@ -137,5 +140,5 @@ def _event(fields: Mapping[str, bytes]) -> Event:
         shown_data = fields["data"][:200]
         raise ServerError(f"the server sent an event that is no JSON object: {shown_data!r}") from None
     if fields["event"] == b"error":
-        raise ServerError(str(data.get("error", {}).get("message", "the server ended the stream")))
+        raise Broken(str(data.get("error", {}).get("message", "the server ended the stream")))
     return Event(fields["event"].decode("utf-8", "replace"), data, fields["id"].decode("utf-8", "replace"))

@@ -11,6 +11,10 @@ class Refused(ServerError):
     """The server would refuse the same again."""
 
 
+class Broken(ServerError):
+    """A stream that had begun broke off."""
+
+
 def check(response: httpx.Response, key_option: str) -> None:
     """Raises ServerError with the server's own words unless it answered 200."""
     if response.status_code == 200:

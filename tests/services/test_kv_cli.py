@@ -21,7 +21,7 @@ from services.auth import tenant_of
 from services.terminal import kv, kv_top
 from services.terminal.kv import main
 from services.terminal.kv_client import Event, KvApi
-from services.terminal.server_errors import ServerError
+from services.terminal.server_errors import Broken, ServerError
 from tests.services.fake_cache import FakeCache, request
 from tests.services.fake_stack import Stack, served_model, wait_until
 
@@ -200,17 +200,19 @@ def test_a_stream_that_breaks_off_is_taken_up_again(
 
     def events(self: KvApi, last_id: str, snapshot: bool) -> Iterator[Event]:
         asked.append(last_id)
-        if len(asked) == 2:
+        if len(asked) == 1:  # before anything happened
+            raise Broken("the stream of events ended")
+        if len(asked) == 3:
             raise ServerError("no answer")
         yield Event("removed", {"block": len(asked), "hash": "ab", "time": 0.0}, f"b:{len(asked)}")
-        raise ServerError("the stream of events ended")
+        raise Broken("the stream of events ended")
 
     monkeypatch.setattr(KvApi, "events", events)
     monkeypatch.setattr(kv, "PAUSES", (0.0,))
     assert main(["events", "--count=2"]) == 0
     shown_lines = capsys.readouterr()
-    assert asked == ["", "b:1", "b:1"]
-    assert re.findall(r"block (\d)", shown_lines.out) == ["1", "3"]
+    assert asked == ["", "", "b:2", "b:2"]
+    assert re.findall(r"block (\d)", shown_lines.out) == ["2", "4"]
     assert "trying again" in shown_lines.err
 
 
