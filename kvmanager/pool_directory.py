@@ -5,6 +5,7 @@ when its maker died is not trusted. Files are replaced, never cut: a process tha
 it.
 """
 
+import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -101,21 +102,27 @@ def create(
             f"pool_bytes={pool_bytes} is less than one block of this model ({layout.block_bytes} bytes)",
         )
     remove(pool_directory)
+    wanted = num_blocks * (layout.block_bytes + record_bytes(layout.block_size))
     try:
+        if wanted > _free_bytes(root):  # before any of it is taken: in shared memory that is everybody's
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         allocate(root / "kv.bin", num_blocks * layout.block_bytes, progress)
         write_empty(root / "blocks.meta", num_blocks, layout.block_size)
         data = msgspec.json.encode(PoolFile(FORMAT, num_blocks, msgspec.structs.asdict(layout)))
         write_whole(root / "layout.json", data)
     except OSError as error:
         remove(pool_directory)
-        space = os.statvfs(root)
-        wanted = num_blocks * (layout.block_bytes + record_bytes(layout.block_size))
         raise PagekeeperError(
             "invalid_request",
             f"cannot make a pool of {wanted} bytes in {root} ({error.strerror}): "
-            f"{space.f_bavail * space.f_frsize} bytes are free; lower pool_bytes (now {pool_bytes})",
+            f"{_free_bytes(root)} bytes are free; lower pool_bytes (now {pool_bytes})",
         ) from error
     return num_blocks
+
+
+def _free_bytes(root: Path) -> int:
+    space = os.statvfs(root)
+    return space.f_bavail * space.f_frsize
 
 
 def allocate(path: Path, size: int, progress: Callable[[], None]) -> None:

@@ -112,6 +112,18 @@ def test_a_pool_of_less_than_one_block_is_refused(directory: str) -> None:
         pool_directory.create(directory, LAYOUT, 5)
 
 
+def test_more_than_is_free_is_refused_before_any_of_it_is_taken(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*_: Any) -> None:
+        raise AssertionError("nothing may be allocated")
+
+    monkeypatch.setattr(os, "posix_fallocate", taken)
+    huge = LAYOUT.block_bytes << 50
+    with pytest.raises(PagekeeperError, match="bytes are free; lower pool_bytes"):
+        pool_directory.create(directory, LAYOUT, huge)
+
+
 def test_too_little_space_names_the_bytes_and_the_setting(
     directory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
