@@ -293,6 +293,7 @@ class Terminal:
         self.ended = False
         self.process, self.master = pty.fork()
         if self.process == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background are started without it
             os.execv(command[0], command)
 
     def read_until(self, text: str) -> None:
