@@ -132,7 +132,7 @@ def _configure(socket: "zmq.Socket[Any]") -> None:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
 
 
 def _absent(endpoint: str, timeout_s: float) -> PagekeeperError:

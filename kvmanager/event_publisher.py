@@ -75,6 +75,7 @@ class EventPublisher:
         self._known: set[bytes] = set()  # hashes that were published as stored
         self._pool: BlockPool | None = None
         self._seen = 0  # the last event of the pool that is published or passed over
+        self._untold = range(0)  # blocks whose content is still to be told, since all started over
 
     @property
     def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
@@ -84,7 +85,7 @@ class EventPublisher:
     @property
     def busy(self) -> bool:
         """Whether `turn` should come again at once."""
-        return bool(self._replays)
+        return bool(self._replays or self._untold)
 
     def attach(self, pool: BlockPool, now: float) -> None:
         """Follow this pool: all that followers knew before is void."""
@@ -98,6 +99,7 @@ class EventPublisher:
             self._read_subscriptions()
         if self._pool is not None:
             self._follow(self._pool)
+            self._tell(self._pool)
         if self._replay in ready:
             self._read_requests()
         self._go_on_replaying()
@@ -136,20 +138,22 @@ class EventPublisher:
             self._send(pool, events[-1][1], [event for event in events if self._is_news(pool, event)])
 
     def _start_over(self, pool: BlockPool, now: float) -> None:
-        """Nothing holds that was published before. If not all events of the pool are left, say what is found
-        now.
+        """Nothing holds that was published before. If not all events of the pool are left, what is found has
+        to be told, turn by turn.
         """
         self._known.clear()
+        self._untold = range(0)
         self._send(pool, now, [CLEARED])
-        if pool.log.has(0):
-            return
-        self._seen = pool.log.last
-        found = [
-            block for block in range(pool.num_blocks) if pool.block_hash[block] and block not in pool.unfound
-        ]
-        for start in range(0, len(found), MAX_BATCH):
-            events = [event_of(pool, block) for block in found[start : start + MAX_BATCH]]
-            self._send(pool, now, [event for event in events if self._is_news(pool, event)])
+        if not pool.log.has(0):
+            self._seen = pool.log.last
+            self._untold = range(pool.num_blocks)
+
+    def _tell(self, pool: BlockPool) -> None:
+        """Some of it: what was stored since then is published already, and told once."""
+        part, self._untold = self._untold[:MAX_BATCH], self._untold[MAX_BATCH:]
+        found = [block for block in part if pool.block_hash[block] and block not in pool.unfound]
+        events = [event_of(pool, block) for block in found]
+        self._send(pool, pool.log.now, [event for event in events if self._is_news(pool, event)])
 
     def _is_news(self, pool: BlockPool, event: RawEvent) -> bool:
         """Whether it is to be published, with respect to what was."""

@@ -47,8 +47,7 @@ def restore_pool(
             quarantine.blocks.append(block)
         if record is None or record.state != FREE:
             pool.changed.add(block)
-    for block in eviction_order(sealed):
-        pool.restore(block, sealed[block])
+    pool.restore_all({block: sealed[block] for block in eviction_order(sealed)})
     return pool, tuple(quarantine for quarantine in by_tag.values() if quarantine.blocks)
 
 

@@ -115,8 +115,7 @@ class BlockPool:
         self.may_evict = True
         """False while processes of an earlier start may still read blocks that only look unused."""
         self.evictions = 0
-        for block in range(num_blocks):
-            self.free.append(block)
+        self.free.extend(range(num_blocks))
 
     @property
     def available(self) -> int:
@@ -279,19 +278,19 @@ class BlockPool:
         self.state[block] = QUARANTINED
         self.num_quarantined += 1
 
-    def restore(self, block: int, record: BlockRecord) -> None:
-        """At start: take a sealed block over from its record as cached; it must still be new."""
-        assert self.state[block] == FREE
-        assert record.state == SEALED
-        self.free.remove(block)
-        self.block_hash[block] = record.block_hash
-        self.parent_hash[block] = record.parent_hash
-        self.tokens[block] = record.tokens
-        self.salt[block] = record.salt
-        self.sealed_at[block] = record.sealed_at
-        self.state[block] = CACHED
-        self._publish(block, record.block_hash, record.parent_hash, record.tokens, record.salt)
-        self.cached.append(block)
+    def restore_all(self, records: dict[int, BlockRecord]) -> None:
+        """At start: take sealed blocks over from their records as cached, the first to be evicted first; they
+        must still be new.
+        """
+        state, hashes, parents, tokens = self.state, self.block_hash, self.parent_hash, self.tokens
+        for block, record in records.items():
+            kind, _, _, digest, parent_hash, salt, content, sealed_at = record
+            assert (state[block], kind) == (FREE, SEALED)
+            self.free.remove(block)
+            hashes[block], parents[block], tokens[block] = digest, parent_hash, content
+            self.salt[block], self.sealed_at[block], state[block] = salt, sealed_at, CACHED
+            self._publish(block, digest, parent_hash, content, salt)
+        self.cached.extend(list(records))
 
     def restore_quarantined(self, block: int, holder: Holder) -> None:
         """At start: a block that a process of an earlier start may still write; it must still be new."""

@@ -39,9 +39,9 @@ WAIT = 60.0  # seconds
 
 
 def prompt(number: int) -> list[int]:
-    """The text of one chain, and a token more."""
+    """The text of one chain, and a token more; no two have a block in common."""
     first = number * CHAIN * LAYOUT.block_size
-    return [(first + place) % 50_000 for place in range(CHAIN * LAYOUT.block_size + 1)]
+    return list(range(first, first + CHAIN * LAYOUT.block_size + 1))
 
 
 def fill(directory: str, num_blocks: int) -> None:
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="pk-", dir="/dev/shm") as folder:
         directory = os.path.join(folder, "pool")
         fill(directory, options.blocks)
-        found = [measure(directory, options.blocks, chain) for chain in range(options.times)]
+        last = options.blocks // CHAIN - 1  # the newest ones: each start evicts a block of the oldest
+        found = [measure(directory, options.blocks, last - number) for number in range(options.times)]
     for name, times in zip(
         ("answers again", "a repeated prompt runs"), zip(*found, strict=True), strict=True
     ):

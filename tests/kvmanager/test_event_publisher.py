@@ -139,9 +139,8 @@ class Place:
     def restart(self) -> None:
         """On what is cached now; everything else is gone."""
         restored = BlockPool(8, LAYOUT, EventLog(64))
-        for block in range(8):
-            if self.pool.state[block] == CACHED:
-                restored.restore(block, self.pool.record(block))
+        cached = [block for block in range(8) if self.pool.state[block] == CACHED]
+        restored.restore_all({block: self.pool.record(block) for block in cached})
         self.close()
         self.start(restored)
 
