@@ -56,7 +56,7 @@ def measure(num_blocks: int, wanted: list[str], tokens: int) -> Result:
     """A server with such a pool, and all requests at once."""
     half = len(wanted) // 2
     with (
-        Server(pool_bytes=num_blocks * BLOCK_BYTES, checked=False) as server,
+        Server(pool_bytes=num_blocks * BLOCK_BYTES, checked=False, threads=0) as server,
         ThreadPoolExecutor(2) as callers,
     ):
         ask(server, ["A short one to begin with"], 4, SAMPLINGS[0])

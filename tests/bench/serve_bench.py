@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"), help="where the figures go")
     given = parser.parse_args()
     model = str(model_source.resolve(given.model))
-    settings = {"dtype": "auto", "pool_bytes": "1G", "checked": "false"}
+    settings = {"dtype": "auto", "pool_bytes": "1G", "checked": "false", "threads": "0"}
     settings.update(item.split("=", 1) for item in given.set)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped, too
     say("-- starting the server")
