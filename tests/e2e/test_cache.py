@@ -72,7 +72,8 @@ def test_a_client_that_goes_away_frees_its_blocks(served: Server) -> None:
     with httpx.stream(
         "POST", f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=60
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: httpx closes the connection with its iterator
+        next(lines)
         assert blocks_in_use(served) >= 4
     wait_until(lambda: blocks_in_use(served) == 0, "the streaming client's blocks back")
     with contextlib.suppress(httpx.ReadTimeout):

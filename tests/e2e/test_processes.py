@@ -58,7 +58,8 @@ def test_a_killed_frontend_releases_its_requests() -> None:
     with Server(frontends=1) as server:
         body = {"model": server.model, "prompt": PROMPT, "max_tokens": 2000, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # held: httpx closes the connection with its iterator
+            next(lines)
             os.kill(server.children("services")[0], signal.SIGKILL)
         wait_until(server.ready, "a new frontend", 60)
         wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "the dead frontend's blocks back")

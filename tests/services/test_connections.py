@@ -66,7 +66,8 @@ def test_a_client_that_goes_away_in_the_middle_is_cancelled(stack: Stack) -> Non
     with httpx.stream(
         "POST", f"{stack.url}/v1/completions", json=body(stream=True, max_tokens=8000)
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: httpx closes the connection with its iterator
+        next(lines)
     wait_until(lambda: len(stack.manager.cancels) == 1, "the cancel")
 
 
