@@ -33,6 +33,7 @@ import zmq
 from kvmanager.asking.event_log import RawEvent
 from kvmanager.errors import PagekeeperError
 from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.hashing import NOTHING
 
 MAX_BATCH: Final = 256  # events; also of replays between which the manager does its own work
 MAX_KEPT: Final = 10_000  # batches, for replays
@@ -44,7 +45,7 @@ MEDIUM: Final = "GPU"
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 Batch = tuple[BlockPool, float, list[RawEvent]]
-CLEARED: Final[RawEvent] = (0, 0.0, "cleared", "pool", b"", b"", b"", b"", -1)
+CLEARED: Final[RawEvent] = (0, 0.0, "cleared", "pool", NOTHING, -1)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -157,7 +158,8 @@ class EventPublisher:
 
     def _is_news(self, pool: BlockPool, event: RawEvent) -> bool:
         """Whether it is to be published, with respect to what was."""
-        kind, tier, digest, tokens, known = event[2], event[3], event[4], event[6], self._known
+        _, _, kind, tier, (digest, _, _, tokens), *_ = event
+        known = self._known
         if kind == "cleared":
             known.clear()
             return True
@@ -256,8 +258,7 @@ def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
 
 def event_of(pool: BlockPool, block: int) -> RawEvent:
     """The event by which this block's content would become known."""
-    digest, parent = pool.block_hash[block], pool.parent_hash[block]
-    return (0, pool.log.now, "stored", "pool", digest, parent, pool.tokens[block], pool.salt[block], block)
+    return (0, pool.log.now, "stored", "pool", pool.contents[block], block)
 
 
 def numbered(number: int) -> bytes:
@@ -271,7 +272,7 @@ def encode_batch(batch: Batch) -> bytes:
 
 def as_published(pool: BlockPool, event: RawEvent) -> tuple[Any, ...]:
     """The event as vLLM's consumers know it."""
-    _, _, kind, _, digest, parent, tokens, salt, *_ = event
+    _, _, kind, _, (digest, parent, salt, tokens), *_ = event
     if kind == "cleared":
         return ("AllBlocksCleared",)
     if kind == "removed":

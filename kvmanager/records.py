@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from zlib import crc32
 
-from kvmanager.pool.block_pool import FREE, NO_HASH, NO_OWNER, RESERVED, SEALED, BlockRecord
-from kvmanager.pool.hashing import HASH_BYTES, NO_SALT, TOKEN_BYTES
+from kvmanager.pool.block_pool import FREE, NO_OWNER, RESERVED, SEALED, BlockRecord
+from kvmanager.pool.hashing import HASH_BYTES, NO_HASH, NO_SALT, TOKEN_BYTES
 
 _CHECKSUM = struct.Struct("<I")
 _FIXED = struct.Struct("<BxHQ8s32s32s32sd")

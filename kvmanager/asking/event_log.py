@@ -8,18 +8,16 @@ The numbers rise by one within a start of the manager. A ring keeps the last one
 of what was evicted.
 """
 
-from typing import Any, Final, Literal, NamedTuple
-
-from msgspec.structs import replace
+from typing import Any, Literal, NamedTuple
 
 from kvmanager.messages.events import CacheEvent
 from kvmanager.messages.introspection import Cause
+from kvmanager.pool.hashing import NOTHING, Held
 
 DEFAULT_RING = 1 << 16  # events
-PLAIN: Final = 9  # fields of an event without cause and asker
 
 RawEvent = tuple[Any, ...]
-"""Number, time, kind, tier, hash, parent hash, tokens, salt, block; of a removal its cause and asker too."""
+"""Number, time, kind, tier, content, block; of a removal its cause and asker too."""
 
 TierName = Literal["pool", "disk"]
 
@@ -38,8 +36,7 @@ class EventLog:
     """`size` events are kept. `now`, `asker` and `cause` are what the next events say; who sets them sets
     them back.
 
-    The manager notes several per step and is seldom asked: they lie here as plain tuples, in the order of
-    `CacheEvent`'s fields, and a removal's ends with its asker.
+    The manager notes several per step and is seldom asked: they lie here as plain tuples.
     """
 
     __slots__ = (
@@ -70,45 +67,14 @@ class EventLog:
             bytes, int
         ] = {}  # those before `size` others; together they hold the ring's
 
-    def stored(
-        self,
-        block_hash: bytes,
-        parent_hash: bytes,
-        tokens: bytes,
-        salt: bytes,
-        block: int,
-        tier: TierName = "pool",
-    ) -> None:
+    def stored(self, content: Held, block: int, tier: TierName = "pool") -> None:
         self.last = number = self.last + 1
-        self._ring[number % self.size] = (
-            number,
-            self.now,
-            "stored",
-            tier,
-            block_hash,
-            parent_hash,
-            tokens,
-            salt,
-            block,
-        )
+        self._ring[number % self.size] = (number, self.now, "stored", tier, content, block)
 
-    def removed(
-        self, block_hash: bytes, parent_hash: bytes, salt: bytes, block: int, tier: TierName = "pool"
-    ) -> None:
+    def removed(self, content: Held, block: int, tier: TierName = "pool") -> None:
         self.last = number = self.last + 1
-        self._ring[number % self.size] = (
-            number,
-            self.now,
-            "removed",
-            tier,
-            block_hash,
-            parent_hash,
-            b"",
-            salt,
-            block,
-            self.cause,
-            self.asker,
-        )
+        event = (number, self.now, "removed", tier, content, block, self.cause, self.asker)
+        self._ring[number % self.size] = event
 
     def cleared(self) -> None:
         """Nothing is found any more."""
@@ -118,10 +84,7 @@ class EventLog:
             self.now,
             "cleared",
             "pool",
-            b"",
-            b"",
-            b"",
-            b"",
+            NOTHING,
             -1,
             self.cause,
             NOBODY,
@@ -139,7 +102,7 @@ class EventLog:
         for number in range(max(self._looked_up_to, self.last - self.size) + 1, self.last + 1):
             kept = self._ring[number % self.size]
             if kept[2] == "removed":
-                self._removals[kept[4]] = number
+                self._removals[kept[4][0]] = number
         self._looked_up_to = self.last
         number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
         return _event(self._ring[number % self.size]) if number and self.has(number - 1) else None
@@ -165,7 +128,11 @@ class EventLog:
 
 
 def _event(kept: RawEvent) -> CacheEvent:
-    event = CacheEvent(*kept[:PLAIN])
-    if len(kept) == PLAIN:
-        return event
-    return replace(event, cause=kept[PLAIN], request_id=kept[PLAIN + 1].request_id)
+    number, time, kind, tier, content, block, *why = kept
+    digest, parent_hash, salt, tokens = content
+    if not why:
+        return CacheEvent(number, time, kind, tier, digest, parent_hash, tokens, salt, block)
+    cause, asker = why
+    return CacheEvent(
+        number, time, kind, tier, digest, parent_hash, b"", salt, block, cause, asker.request_id
+    )

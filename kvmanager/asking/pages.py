@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvmanager.asking.event_log import EventLog
-from kvmanager.pool.block_pool import CACHED, FREE, NO_HASH, BlockPool
-from kvmanager.pool.hashing import NO_SALT, TOKEN_BYTES, tenant_bytes
+from kvmanager.pool.block_pool import CACHED, FREE, BlockPool
+from kvmanager.pool.hashing import NO_HASH, NO_SALT, TOKEN_BYTES, tenant_bytes
 from kvmanager.protocol import (
     FLAG_IN_TIER,
     FLAG_OTHER,
@@ -101,7 +101,8 @@ def blocks_page(state: State, query: BlocksQuery, now: float) -> BlocksPage:
 def pool_columns(
     state: State, pool: BlockPool, query: BlocksQuery, first: int, end: int, now: float
 ) -> Columns:
-    tokens, hashes = pool.tokens[first:end], pool.block_hash[first:end]
+    columns_of = zip(*pool.contents[first:end], strict=True)
+    hashes, parents, salts, tokens = map(list, columns_of) if end > first else ([], [], [], [])
     pinned, full = state.pins.uses, pool.block_bytes
     kept = state.tiering.tier.contents_by_hash() if state.tiering is not None else {}
     columns = Columns(
@@ -125,10 +126,8 @@ def pool_columns(
         columns.generations = pool.generation[first:end]
         columns.hashes = hashes
         columns.tokens = tokens
-        columns.parents = [
-            p if packed else b"" for p, packed in zip(pool.parent_hash[first:end], tokens, strict=True)
-        ]
-        columns.salts = [s if packed else b"" for s, packed in zip(pool.salt[first:end], tokens, strict=True)]
+        columns.parents = parents
+        columns.salts = salts
         columns.hits = [h if packed else 0 for h, packed in zip(pool.hits[first:end], tokens, strict=True)]
         for block in pool.unfound.intersection(range(first, end)) if pool.unfound else ():
             columns.hashes[block - first] = NO_HASH

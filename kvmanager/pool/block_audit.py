@@ -59,8 +59,8 @@ def _content(pool: BlockPool, block: int) -> Iterator[str]:
     """A sealed block is found under its hash, as a child of its parent and under its salt, once each; but not
     one that is to be found no more. Nothing else has content.
     """
-    digest, parent, salt = pool.block_hash[block], pool.parent_hash[block], pool.salt[block]
-    tokens, unfound = pool.tokens[block], block in pool.unfound
+    digest, parent, salt, tokens = pool.contents[block]
+    unfound = block in pool.unfound
     if pool.state[block] not in (SEALED, CACHED):
         if digest or tokens or unfound:
             yield f"block {block} is {name_of(pool, block)} and has a hash or tokens"

@@ -15,20 +15,18 @@ its record must be written before any message that depends on it leaves.
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from kvmanager.asking.event_log import EventLog
 from kvmanager.pool.children import Children
 from kvmanager.pool.free_queue import FreeQueue
-from kvmanager.pool.hashing import NO_SALT, TOKEN_BYTES, block_hash, root_hash
+from kvmanager.pool.hashing import NO_HASH, NO_SALT, NOTHING, TOKEN_BYTES, Held, root_hash
 from kvmanager.pool.ledger import Holder, Ledger
 from kvmanager.pool.prefix_index import PrefixIndex
 from kvmanager.protocol import BlockRef, Layout, PoolStats
 
 NO_OWNER = bytes(8)
 ANYBODY = sha256(b"").digest()[:8]  # owner tag of a block that any process may still use
-NO_HASH = b""
-
 
 FREE, RESERVED, SEALED, CACHED, QUARANTINED = range(5)
 STATE_NAMES = ("FREE", "RESERVED", "SEALED", "CACHED", "QUARANTINED")
@@ -47,6 +45,26 @@ class BlockRecord(NamedTuple):
     sealed_at: float  # seconds, CLOCK_MONOTONIC
 
 
+class Column:
+    """One field of what every block holds, by block: for those who have no need of the others, nor haste."""
+
+    __slots__ = ("_contents", "_field")
+
+    def __init__(self, contents: list[Held], field: int) -> None:
+        self._contents = contents
+        self._field = field
+
+    @overload
+    def __getitem__(self, block: int) -> bytes: ...
+    @overload
+    def __getitem__(self, block: slice) -> list[bytes]: ...
+    def __getitem__(self, block: int | slice) -> bytes | list[bytes]:
+        field = self._field
+        if isinstance(block, int):
+            return self._contents[block][field]
+        return [content[field] for content in self._contents[block]]
+
+
 class BlockPool:
     """All blocks of one layout. New: every block is free."""
 
@@ -58,6 +76,7 @@ class BlockPool:
         "cached",
         "changed",
         "children",
+        "contents",
         "evictions",
         "free",
         "generation",
@@ -90,10 +109,10 @@ class BlockPool:
         self.state = [FREE] * num_blocks
         self.generation = [0] * num_blocks
         self.owner_tag = [NO_OWNER] * num_blocks
-        self.block_hash = [NO_HASH] * num_blocks
-        self.parent_hash = [NO_HASH] * num_blocks
-        self.salt = [NO_SALT] * num_blocks
-        self.tokens = [b""] * num_blocks
+        self.contents: list[Held] = [NOTHING] * num_blocks
+        self.block_hash, self.parent_hash, self.salt, self.tokens = (
+            Column(self.contents, field) for field in range(4)
+        )
         self.sealed_at = [0.0] * num_blocks
         self.hits = [0] * num_blocks
         """How often requests began with this content."""
@@ -102,7 +121,7 @@ class BlockPool:
         self.backed = FreeQueue(num_blocks)
         """Cached blocks that need no copy any more, as a tier has their content: evicted before `cached`."""
         self.index = PrefixIndex()
-        self.children = Children(self.tokens)
+        self.children = Children(self.contents)
         self.of_salt: dict[bytes, set[int]] = {}
         """Blocks in the index, by the salt that finds them; most have none, and are not here."""
         self.unfound: set[int] = set()
@@ -146,6 +165,7 @@ class BlockPool:
     def grant_all(self, count: int, holder: Holder) -> list[int]:
         """So many such blocks: what concerns many at once is done at once, as time counts here."""
         generation, owner_tag, state, tag = self.generation, self.owner_tag, self.state, holder.owner_tag
+        holders, sole = self.ledger.by_block, (holder,)
         free = self.free.length
         blocks = self.free.pop_all(min(count, free)) if free else []
         if free < count:
@@ -154,23 +174,15 @@ class BlockPool:
             generation[block] += 1
             owner_tag[block] = tag
             state[block] = RESERVED
-        self.ledger.add_first(blocks, holder)
+            holders[block] = sole
         self.changed.update(blocks)
         return blocks
 
-    def seal(
-        self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float, digest: bytes = b""
-    ) -> bytes:
-        """The block is never written again, full or not: from now on it is found. Returns its hash, which is
-        `digest` where that is known.
-        """
+    def seal(self, block: int, content: Held, now: float) -> None:
+        """The block is never written again, full or not: from now on it is found."""
+        digest, parent_hash, salt, tokens = content
         assert self.state[block] == RESERVED
-        assert 0 < len(tokens) <= self.block_bytes
-        digest = digest or block_hash(parent_hash, tokens, salt)
-        self.block_hash[block] = digest
-        self.parent_hash[block] = parent_hash
-        self.tokens[block] = tokens
-        self.salt[block] = salt
+        self.contents[block] = content
         self.sealed_at[block] = now
         self.hits[block] = 0
         self.state[block] = SEALED
@@ -181,24 +193,21 @@ class BlockPool:
             and self.index.primary.setdefault(digest, block) == block
             and self.children.only.setdefault(parent_hash, block) == block
         ):  # what `_publish` does, where that concerns no other block, and fast
-            self.log.stored(digest, parent_hash, tokens, NO_SALT, block)
-        elif self._publish(block, digest, parent_hash, tokens, salt):
+            self.log.stored(content, block)
+        elif self._publish(block, content):
             for other in self.children.beginnings(parent_hash + salt, tokens):
                 if other in self.cached and self.is_partial(other):
                     self.cached.remove(other)
                     self.cached.prepend(other)
-        return digest
 
     def is_partial(self, block: int) -> bool:
         """Whether it is sealed with less than a full block of tokens."""
         return 0 < len(self.tokens[block]) < self.block_bytes
 
-    def find(self, digest: bytes, parent_hash: bytes, tokens: bytes) -> int | None:
-        """The block with this content. What it holds is compared too: a hash alone is never trusted."""
-        block = self.index.primary.get(digest)
-        if block is None or self.tokens[block] != tokens or self.parent_hash[block] != parent_hash:
-            return None
-        return block
+    def find(self, content: Held) -> int | None:
+        """The block with this content. All of it is compared: a hash alone is never trusted."""
+        block = self.index.primary.get(content[0])
+        return None if block is None or self.contents[block] != content else block
 
     def hold(self, block: int, holder: Holder) -> None:
         """One more holder of a block that is in use or cached."""
@@ -223,7 +232,7 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
         """The same for each of them, in this order."""
-        state, tokens, full, unfound, kept = self.state, self.tokens, self.block_bytes, self.unfound, []
+        state, contents, full, unfound, kept = self.state, self.contents, self.block_bytes, self.unfound, []
         holders, sole = self.ledger.by_block, (holder,)
         for block in blocks:
             if holders[block] != sole:
@@ -234,7 +243,7 @@ class BlockPool:
                 self._free(block)
                 continue
             state[block] = CACHED
-            if len(tokens[block]) == full or not self._is_covered(block):
+            if len(contents[block][3]) == full or not self._is_covered(block):
                 kept.append(block)
             else:
                 self.num_sealed -= 1
@@ -260,17 +269,13 @@ class BlockPool:
         self.unfound.add(block)
         self.changed.add(block)
 
-    def seal_unfound(self, block: int, parent_hash: bytes, tokens: bytes, salt: bytes, now: float) -> bytes:
-        """Seal a block that nobody shall find, as it follows one that is found no more. Returns its hash."""
+    def seal_unfound(self, block: int, content: Held, now: float) -> None:
+        """Seal a block that nobody shall find, as it follows one that is found no more."""
         assert self.state[block] == RESERVED
-        digest = block_hash(parent_hash, tokens, salt)
-        self.block_hash[block], self.parent_hash[block] = digest, parent_hash
-        self.tokens[block], self.salt[block], self.sealed_at[block] = tokens, salt, now
-        self.state[block] = SEALED
+        self.contents[block], self.sealed_at[block], self.state[block] = content, now, SEALED
         self.num_sealed += 1
         self.unfound.add(block)
         self.changed.add(block)
-        return digest
 
     def quarantine(self, block: int) -> None:
         """Its writer was told to stop but may not have: it stays out of use until its holder releases it."""
@@ -282,14 +287,14 @@ class BlockPool:
         """At start: take sealed blocks over from their records as cached, the first to be evicted first; they
         must still be new.
         """
-        state, hashes, parents, tokens = self.state, self.block_hash, self.parent_hash, self.tokens
+        state, contents = self.state, self.contents
         for block, record in records.items():
-            kind, _, _, digest, parent_hash, salt, content, sealed_at = record
+            kind, _, _, digest, parent_hash, salt, tokens, sealed_at = record
             assert (state[block], kind) == (FREE, SEALED)
             self.free.remove(block)
-            hashes[block], parents[block], tokens[block] = digest, parent_hash, content
-            self.salt[block], self.sealed_at[block], state[block] = salt, sealed_at, CACHED
-            self._publish(block, digest, parent_hash, content, salt)
+            contents[block] = content = (digest, parent_hash, salt, tokens)
+            self.sealed_at[block], state[block] = sealed_at, CACHED
+            self._publish(block, content)
         self.cached.extend(list(records))
 
     def restore_quarantined(self, block: int, holder: Holder) -> None:
@@ -306,16 +311,8 @@ class BlockPool:
         """
         state = self.state[block]
         if state in (SEALED, CACHED) and block not in self.unfound:
-            return BlockRecord(
-                SEALED,
-                self.generation[block],
-                NO_OWNER,
-                self.block_hash[block],
-                self.parent_hash[block],
-                self.salt[block],
-                self.tokens[block],
-                self.sealed_at[block],
-            )
+            held, sealed_at = self.contents[block], self.sealed_at[block]
+            return BlockRecord(SEALED, self.generation[block], NO_OWNER, *held, sealed_at)
         kept = FREE if state == FREE else RESERVED
         owner = ANYBODY if block in self.unfound else self.owner_tag[block]
         return BlockRecord(kept, self.generation[block], owner, NO_HASH, NO_HASH, NO_SALT, b"", 0.0)
@@ -331,26 +328,22 @@ class BlockPool:
         blocks = self.backed.pop_all(min(count, backed)) if backed else []
         if backed < count:
             blocks += self.cached.pop_all(count - backed)
-        hashes, parents, salts, tokens = self.block_hash, self.parent_hash, self.salt, self.tokens
-        primary, copies, only, removed = (
-            self.index.primary,
-            self.index.copies,
-            self.children.only,
-            self.log.removed,
-        )
+        contents, removed = self.contents, self.log.removed
+        primary, copies, only = self.index.primary, self.index.copies, self.children.only
         for block in blocks:
-            digest, parent = hashes[block], parents[block]
-            if salts[block] or digest in copies or only[parent] != block:
+            content = contents[block]
+            digest, parent_hash, salt, _ = content
+            if salt or digest in copies or only[parent_hash] != block:
                 self._unpublish(block)
             else:  # what `_unpublish` does, where that concerns no other block, and fast
-                del primary[digest], only[parent]
-                removed(digest, parent, NO_SALT, block)
-            hashes[block], tokens[block] = NO_HASH, b""
+                del primary[digest], only[parent_hash]
+                removed(content, block)
+            contents[block] = NOTHING
         self.evictions += count
         return blocks
 
     def _free(self, block: int) -> None:
-        self.block_hash[block], self.tokens[block] = NO_HASH, b""
+        self.contents[block] = NOTHING
         self.unfound.discard(block)
         self.num_sealed -= self.state[block] == SEALED
         self.num_quarantined -= self.state[block] == QUARANTINED
@@ -359,23 +352,24 @@ class BlockPool:
         self.free.append(block)
         self.changed.add(block)
 
-    def _publish(self, block: int, digest: bytes, parent_hash: bytes, tokens: bytes, salt: bytes) -> bool:
+    def _publish(self, block: int, content: Held) -> bool:
         """From now on the block is found. True if its parent has other children, too."""
+        digest, parent_hash, salt, _ = content
         if self.index.add(digest, block):
-            self.log.stored(digest, parent_hash, tokens, salt, block)
+            self.log.stored(content, block)
         if salt:
             self.of_salt.setdefault(salt, set()).add(block)
         return self.children.add(parent_hash + salt, block)
 
     def _unpublish(self, block: int) -> None:
         """From now on it is not; but a copy of it is, if there is one."""
-        digest, parent_hash, salt = self.block_hash[block], self.parent_hash[block], self.salt[block]
+        digest, parent_hash, salt, _ = content = self.contents[block]
         if self.index.remove(digest, block):
-            self.log.removed(digest, parent_hash, salt, block)
+            self.log.removed(content, block)
         else:
             copy = self.index.find(digest)
             assert copy is not None
-            self.log.stored(digest, parent_hash, self.tokens[copy], salt, copy)
+            self.log.stored(self.contents[copy], copy)
         self.children.remove(parent_hash + salt, block)
         if salt:
             found = self.of_salt[salt]

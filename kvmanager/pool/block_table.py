@@ -5,6 +5,7 @@ sealed of it.
 from array import array
 
 from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.hashing import Held, content
 from kvmanager.pool.ledger import Holder
 
 
@@ -62,7 +63,7 @@ class Sequence(Holder):
         self.last_hash = root  # of block num_sealed - 1
         self.pending_forks = pending_forks
         self.source: int | None = None
-        self.announced: list[bytes] = []  # hashes of the full blocks of the tokens that it was given
+        self.announced: list[Held] = []  # the full blocks of the tokens that it was given
         self.num_settled = 0  # of those, how many nobody may wait for any more
         self.advanced_at = 0.0  # seconds
 
@@ -105,16 +106,17 @@ class Sequence(Holder):
         end = self.num_computed // size
         if end == self.num_sealed:
             return
-        table, known, unfound, digest = self.table, self.announced, pool.unfound, self.last_hash
+        table, known, digest, seal = self.table, self.announced, self.last_hash, pool.seal
+        if pool.unfound and self.num_sealed and table[self.num_sealed - 1] in pool.unfound:
+            seal = pool.seal_unfound
         for index in range(self.num_sealed, end):
-            start = index * size
-            tokens = self.tokens[start : start + size].tobytes()
-            if unfound and index and table[index - 1] in unfound:
-                digest = pool.seal_unfound(table[index], digest, tokens, self.salt, now)
-            elif index < len(known):
-                digest = pool.seal(table[index], digest, tokens, self.salt, now, known[index])
+            if index < len(known):
+                held = known[index]
             else:
-                digest = pool.seal(table[index], digest, tokens, self.salt, now)
+                start = index * size
+                held = content(digest, self.tokens[start : start + size].tobytes(), self.salt)
+            seal(table[index], held, now)
+            digest = held[0]
         self.num_sealed, self.last_hash = end, digest
 
     def fork(self, choice: int) -> "Sequence":
@@ -147,7 +149,7 @@ class Sequence(Holder):
             return
         if pool.ledger.ref_count(block) == 1:
             tokens = self.tokens[start : self.num_computed].tobytes()
-            pool.seal(block, self.last_hash, tokens, self.salt, now)
+            pool.seal(block, content(self.last_hash, tokens, self.salt), now)
 
     def release(self, pool: BlockPool) -> None:
         """Let go of every block, the last one first: so a chain is evicted from its tail."""

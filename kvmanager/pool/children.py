@@ -9,9 +9,10 @@ lie next to the place where the text would be, however many there are.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 
-from kvmanager.pool.hashing import TOKEN_BYTES
+from kvmanager.pool.hashing import TOKEN_BYTES, Held
 
 MANY = -1
+TOKENS = 3  # which of a block's contents those are
 _LAST = 1 << 62  # sorts after every block
 
 
@@ -22,11 +23,11 @@ class Children:
     has MANY for a parent with more.
     """
 
-    __slots__ = ("_siblings", "_tokens", "only")
+    __slots__ = ("_contents", "_siblings", "only")
 
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        """`tokens`: what each block holds, kept by someone else."""
-        self._tokens = tokens
+    def __init__(self, contents: Sequence[Held]) -> None:
+        """`contents`: what each block holds, kept by someone else."""
+        self._contents = contents
         self.only: dict[bytes, int] = {}
         self._siblings: dict[bytes, list[tuple[bytes, int]]] = {}
 
@@ -37,15 +38,15 @@ class Children:
             return False
         if first != MANY:
             self.only[key] = MANY
-            self._siblings[key] = [(self._tokens[first], first)]
-        insort(self._siblings[key], (self._tokens[block], block))
+            self._siblings[key] = [(self._contents[first][TOKENS], first)]
+        insort(self._siblings[key], (self._contents[block][TOKENS], block))
         return True
 
     def remove(self, key: bytes, block: int) -> None:
         if self.only[key] == block:
             del self.only[key]
             return
-        siblings, entry = self._siblings[key], (self._tokens[block], block)
+        siblings, entry = self._siblings[key], (self._contents[block][TOKENS], block)
         place = bisect_left(siblings, entry)
         assert siblings[place] == entry, f"block {block} is not among its parent's children"
         del siblings[place]
@@ -58,7 +59,7 @@ class Children:
         block = self.only.get(key)
         if block is None:
             return []
-        return self._siblings[key] if block == MANY else [(self._tokens[block], block)]
+        return self._siblings[key] if block == MANY else [(self._contents[block][TOKENS], block)]
 
     def most_alike(self, key: bytes, tokens: bytes) -> tuple[int, int]:
         """The child that begins with the most of `tokens`, and how many those are: 0 if none does."""
@@ -84,7 +85,7 @@ class Children:
 
         Of two with equal tokens the one with the larger number is covered.
         """
-        siblings, tokens = self.of(key), self._tokens[block]
+        siblings, tokens = self.of(key), self._contents[block][TOKENS]
         if siblings[bisect_left(siblings, (tokens,))] != (tokens, block):
             return True
         after = bisect_right(siblings, (tokens, _LAST))
@@ -105,7 +106,7 @@ class Children:
 
     def has(self, key: bytes, block: int) -> bool:
         """Whether the block is here under that key."""
-        siblings, entry = self.of(key), (self._tokens[block], block)
+        siblings, entry = self.of(key), (self._contents[block][TOKENS], block)
         place = bisect_left(siblings, entry)
         return place < len(siblings) and siblings[place] == entry
 

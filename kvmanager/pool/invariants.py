@@ -134,7 +134,7 @@ def _in_flight(state: State) -> Iterator[str]:
         for sequence in active.sequences.values():
             if active.state is not StartState.RUNNING and sequence.num_settled < len(sequence.announced):
                 yield f"{sequence.describe()} is {active.state.name} and still announces blocks"
-            for digest in sequence.announced[sequence.num_settled :]:
+            for digest, _, _, _ in sequence.announced[sequence.num_settled :]:
                 announced.setdefault(digest, []).append(sequence)
     for digest, producer in state.in_flight.producers.items():
         if producer not in announced.get(digest, ()):

@@ -36,13 +36,6 @@ class Ledger:
         assert holder not in holders, f"{holder.describe()} already holds block {block}"
         self.by_block[block] = (*holders, holder)
 
-    def add_first(self, blocks: list[int], holder: Holder) -> None:
-        """To blocks that nobody holds."""
-        by_block, sole = self.by_block, (holder,)
-        assert not any(map(by_block.__getitem__, blocks)), f"one of {blocks} is held already"
-        for block in blocks:
-            by_block[block] = sole
-
     def remove(self, block: int, holder: Holder) -> bool:
         """True if that was the last one."""
         holders = self.by_block[block]

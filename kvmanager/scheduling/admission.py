@@ -155,7 +155,7 @@ def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> by
         return None
     for group, found in zip(request.groups, plan.found, strict=True):
         deepest = None
-        for digest, _, _ in group.blocks(pool, request.salt)[len(found.blocks) :]:
+        for digest, _, _, _ in group.blocks(pool, request.salt)[len(found.blocks) :]:
             if digest not in producers:
                 break
             deepest = digest
@@ -266,7 +266,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
             sequence.copy_from(pool, found.source, found.num_shared)
         sequence.num_cached = sequence.num_computed
         sequence.advanced_at = now
-        state.in_flight.announce(sequence, [digest for digest, _, _ in group.blocks(pool, request.salt)])
+        state.in_flight.announce(sequence, group.blocks(pool, request.salt))
         if request.computed:
             lost = request.computed.get(sequence.choice, 0) - sequence.num_computed
             state.counters.recomputed_tokens += max(lost, 0)

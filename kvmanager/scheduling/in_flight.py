@@ -7,6 +7,7 @@ is cancelled or preempted, dies, or makes no progress for too long.
 """
 
 from kvmanager.pool.block_table import Sequence
+from kvmanager.pool.hashing import Held
 from kvmanager.scheduling.requests import Request, WaitingQueue
 
 
@@ -21,12 +22,12 @@ class InFlight:
         self._successors: dict[bytes, list[Sequence]] = {}
         self._waiters: dict[bytes, list[Request]] = {}
 
-    def announce(self, sequence: Sequence, hashes: list[bytes]) -> None:
-        """`sequence` will compute the blocks with these hashes, from its first that is not sealed."""
-        sequence.announced = hashes
+    def announce(self, sequence: Sequence, contents: list[Held]) -> None:
+        """`sequence` will compute these blocks, from its first that is not sealed."""
+        sequence.announced = contents
         sequence.num_settled = sequence.num_sealed
         producers = self.producers
-        for digest in hashes[sequence.num_sealed :]:
+        for digest, _, _, _ in contents[sequence.num_sealed :]:
             if producers.setdefault(digest, sequence) is not sequence:
                 self._successors.setdefault(digest, []).append(sequence)
 
@@ -63,7 +64,7 @@ class InFlight:
 
     def _settle(self, sequence: Sequence, end: int) -> bool:
         producers, successors, waiters, woken = self.producers, self._successors, self._waiters, False
-        for digest in sequence.announced[sequence.num_settled : end]:
+        for digest, _, _, _ in sequence.announced[sequence.num_settled : end]:
             if producers.get(digest) is not sequence:
                 self._drop_successor(digest, sequence)
                 continue

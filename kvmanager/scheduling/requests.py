@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.block_table import Sequence
-from kvmanager.pool.hashing import block_hash, salt_digest, token_array
+from kvmanager.pool.hashing import Held, hash_chain, salt_digest, token_array
 from kvmanager.protocol import Choice, Lookup, RequestInfo, RequestKind, SequenceInfo, Submit
 from kvmanager.scheduling.clients import Frontend, Runner
 
@@ -47,39 +47,29 @@ class Group:
         self.choices = choices
         self.output = output
         self.tokens = prompt + token_array(output) if output else prompt  # never changed
-        self._blocks: list[tuple[bytes, bytes, bytes]] = []  # empty until they are asked for
+        self._blocks: list[Held] = []  # empty until they are asked for
 
     def lookup(self, pool: BlockPool, salt: bytes) -> Found:
         """Blocks that hold this group's first tokens, in order; the last token is left to be computed."""
         size, last, find = pool.block_size, len(self.tokens) - 1, pool.find
         found: list[int] = []
         parent = pool.root
-        for digest, before, tokens in self.findable(pool, salt):
-            block = find(digest, before, tokens)
+        for content in self.findable(pool, salt):
+            block = find(content)
             if block is None:
                 break
             found.append(block)
-            parent = digest
+            parent = content[0]
         rest = self.tokens[len(found) * size : min((len(found) + 1) * size, last)]
         return Found(found, *pool.children.most_alike(parent + salt, rest.tobytes()))
 
-    def blocks(self, pool: BlockPool, salt: bytes) -> list[tuple[bytes, bytes, bytes]]:
-        """Hash, parent hash and packed tokens of each full block."""
+    def blocks(self, pool: BlockPool, salt: bytes) -> list[Held]:
+        """What each of its full blocks holds."""
         if not self._blocks:
-            packed, width, parent, note = (
-                self.tokens.tobytes(),
-                pool.block_bytes,
-                pool.root,
-                self._blocks.append,
-            )
-            for end in range(width, len(packed) + 1, width):
-                tokens = packed[end - width : end]
-                digest = block_hash(parent, tokens, salt)
-                note((digest, parent, tokens))
-                parent = digest
+            self._blocks = hash_chain(pool.root, self.tokens.tobytes(), pool.block_bytes, salt)
         return self._blocks
 
-    def findable(self, pool: BlockPool, salt: bytes) -> list[tuple[bytes, bytes, bytes]]:
+    def findable(self, pool: BlockPool, salt: bytes) -> list[Held]:
         """Those of its full blocks that a lookup may find: at least the last token has to be computed."""
         return self.blocks(pool, salt)[: (len(self.tokens) - 1) // pool.block_size]
 

@@ -23,9 +23,8 @@ from pathlib import Path
 from zlib import crc32
 
 from kvmanager.errors import PagekeeperError
-from kvmanager.pool.hashing import HASH_BYTES, NO_SALT, TOKEN_BYTES, block_hash, root_hash
+from kvmanager.pool.hashing import HASH_BYTES, NO_SALT, TOKEN_BYTES, Content, content, root_hash
 from kvmanager.protocol import Layout
-from kvmanager.tier.tiers import Content
 
 MAGIC = b"PKTIER\r\n"
 VERSION = 1
@@ -163,8 +162,8 @@ class TierFile:
         if not 0 < length <= self._block_size:
             return None
         tokens = body[_SLOT.size : _SLOT.size + length * TOKEN_BYTES]
-        content = Content(digest, parent, NO_SALT if salt == _ZEROS else salt, tokens)
-        return (serial, content, checksum) if block_hash(parent, tokens, content.salt) == digest else None
+        held = Content(*content(parent, tokens, NO_SALT if salt == _ZEROS else salt))
+        return (serial, held, checksum) if held.block_hash == digest else None
 
 
 def open_own(path: str) -> int:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from kvmanager.asking.event_log import NOBODY, Asker
 from kvmanager.pool.block_pool import NO_OWNER, BlockPool
+from kvmanager.pool.hashing import Content
 from kvmanager.pool.ledger import Holder
 from kvmanager.scheduling.requests import Request
-from kvmanager.tier.tiers import Content, Copy, Tier
+from kvmanager.tier.tiers import Copy, Tier
 
 MAX_WAIT = 2.0  # seconds that a request waits for its copies
 COPY_PATIENCE = 1.0  # seconds for which blocks that are being demoted count as coming back
@@ -84,10 +85,7 @@ class Tiering:
                 return
             block = pool.cached.first
             if not pool.is_partial(block) and pool.block_hash[block] not in tier:
-                content = Content(
-                    pool.block_hash[block], pool.parent_hash[block], pool.salt[block], pool.tokens[block]
-                )
-                copy = tier.demote(block, content, now)
+                copy = tier.demote(block, Content(*pool.contents[block]), now)
                 if copy is None:
                     return
                 pool.hold(block, self.demoter)
@@ -133,11 +131,9 @@ class Tiering:
     def promoted(self, pool: BlockPool, copy: Copy, good: bool, seconds: float, now: float) -> None:
         """A copy up is over: the block is content if it went well, else it is free."""
         good = self.tier.promoted(copy, good, seconds, now)
-        digest, parent, salt, tokens = copy.content
-        comeback = self.comebacks.pop(digest)
+        comeback = self.comebacks.pop(copy.content.block_hash)
         if good:
-            sealed = pool.seal(copy.block, parent, tokens, salt, now)
-            assert sealed == digest
+            pool.seal(copy.block, copy.content, now)
         else:
             comeback.blocks.remove(copy.block)
             pool.release(copy.block, comeback)
@@ -150,12 +146,12 @@ class Tiering:
         found: dict[int, None] = {}
         for group, blocks in zip(request.groups, hits, strict=True):
             found.update(dict.fromkeys(blocks))
-            for digest, parent, tokens in group.findable(pool, request.salt)[len(blocks) :]:
-                block = pool.find(digest, parent, tokens)
+            for content in group.findable(pool, request.salt)[len(blocks) :]:
+                block = pool.find(content)
                 if block is not None:
                     found[block] = None
-                elif self.tier.find(digest, parent, tokens):
-                    missing[digest] = None
+                elif self.tier.find(content):
+                    missing[content[0]] = None
                 else:
                     break
         return Copies(list(missing), list(found))

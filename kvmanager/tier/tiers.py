@@ -13,21 +13,13 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvmanager.asking.event_log import EventLog
+from kvmanager.pool.hashing import Content, Held
 
 MAX_DEMOTIONS = 8  # at a time: each keeps a block of the pool out of use while it runs
 FIRST_PAUSE = 1.0  # seconds without demotions after one has failed; doubles with each failure in a row
 LONGEST_PAUSE = 64.0
 RATE_MEMORY = 0.9  # how much of a rate's past counts beside a new sample
 RATE_LIFE = 60.0  # seconds after which a rate that nobody measured again is no longer believed
-
-
-class Content(NamedTuple):
-    """What a block holds, as the pool knows it."""
-
-    block_hash: bytes
-    parent_hash: bytes
-    salt: bytes
-    tokens: bytes  # packed
 
 
 class Copy(NamedTuple):
@@ -109,7 +101,7 @@ class Tier:
         """Note there what is found here, now and from now on."""
         self.log = log
         for slot, content in self._entries.values():
-            log.stored(content.block_hash, content.parent_hash, content.tokens, content.salt, slot, "disk")
+            log.stored(content, slot, "disk")
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -119,10 +111,10 @@ class Tier:
         """Whether this content is here, or on its way here."""
         return block_hash in self._entries or block_hash in self.demoting
 
-    def find(self, block_hash: bytes, parent_hash: bytes, tokens: bytes) -> bool:
+    def find(self, content: Held) -> bool:
         """Whether this content can be copied back, or already is. A hash alone is never trusted."""
-        entry = self._entries.get(block_hash)
-        return entry is not None and (entry[1].parent_hash, entry[1].tokens) == (parent_hash, tokens)
+        entry = self._entries.get(content[0])
+        return entry is not None and entry[1] == content
 
     @property
     def num_free(self) -> int:
@@ -226,13 +218,13 @@ class Tier:
         """From now on this is found here."""
         self._entries[content.block_hash] = (slot, content)
         self._by_slot[slot] = content
-        self.log.stored(content.block_hash, content.parent_hash, content.tokens, content.salt, slot, "disk")
+        self.log.stored(content, slot, "disk")
 
     def _drop(self, block_hash: bytes) -> int:
         """From now on it is not. Returns its slot."""
         slot, content = self._entries.pop(block_hash)
         self._by_slot[slot] = None
-        self.log.removed(block_hash, content.parent_hash, content.salt, slot, "disk")
+        self.log.removed(content, slot, "disk")
         return slot
 
     def copy_is_cheaper(self, num_blocks: int, num_tokens: int, now: float) -> bool:

@@ -28,7 +28,7 @@ def test_shared_tokens_are_counted_whole(one: bytes, other: bytes) -> None:
 def test_children_are_a_list_that_is_searched(
     added: list[tuple[bytes, bytes]], text: bytes, data: st.DataObject
 ) -> None:
-    children, naive = Children([tokens for _, tokens in added]), dict[int, tuple[bytes, bytes]]()
+    children, naive = Children([(b"", b"", b"", tokens) for _, tokens in added]), dict[int, tuple[bytes, bytes]]()
     for block, (key, tokens) in enumerate(added):
         siblings = any(other == key for other, _ in naive.values())
         assert children.add(key, block) == siblings
@@ -50,7 +50,7 @@ def test_children_are_a_list_that_is_searched(
 
 def test_a_new_child_covers_those_that_it_goes_on_from() -> None:
     texts = [token_array(tokens).tobytes() for tokens in ([1], [1, 2], [1, 2], [2], [1, 2, 3])]
-    children = Children(texts)
+    children = Children([(b"", b"", b"", tokens) for tokens in texts])
     for block in range(len(texts)):
         children.add(b"p", block)
     assert list(children.beginnings(b"p", texts[4])) == [2, 1, 0]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvmanager.pool.block_pool import CACHED, SEALED
+from kvmanager.pool.hashing import Content
 from kvmanager.protocol import (
     Accepted,
     Choice,
@@ -99,9 +100,10 @@ def test_a_hash_alone_is_never_trusted() -> None:
     sequence = scene.run(frontend, runner, submission("a", [1] * 9))
     pool = scene.pool
     block = sequence.block_table[0][0]
-    assert pool.find(pool.block_hash[block], pool.root, pool.tokens[block]) == block
-    assert pool.find(pool.block_hash[block], pool.root, b"x" * 16) is None
-    assert pool.find(pool.block_hash[block], b"other", pool.tokens[block]) is None
+    held = Content(*pool.contents[block])
+    assert pool.find(held._replace()) == block
+    for other in ({"tokens": b"x" * 16}, {"parent_hash": b"other"}, {"salt": b"salt"}):
+        assert pool.find(held._replace(**other)) is None
 
 
 def test_eviction_takes_the_least_recent_chain_from_its_tail() -> None:

@@ -1,6 +1,11 @@
 """The ring of events: numbers, bounds, gaps, and what is remembered of what is gone."""
 
 from kvmanager.asking.event_log import NOBODY, Asker, EventLog
+from kvmanager.pool.hashing import Content
+
+
+def held(number: int) -> Content:
+    return Content(bytes([number]), b"parent", b"salt", b"tokens")
 
 
 def filled(size: int, stored: int) -> EventLog:
@@ -8,7 +13,7 @@ def filled(size: int, stored: int) -> EventLog:
     log = EventLog(size)
     for number in range(stored):
         log.now = float(number)
-        log.stored(bytes([number]), b"parent", b"tokens", b"salt", number)
+        log.stored(held(number), number)
     return log
 
 
@@ -38,9 +43,9 @@ def test_what_the_ring_no_longer_has_is_a_gap() -> None:
 def test_a_removal_knows_its_cause_and_for_whom_it_was() -> None:
     log = filled(8, 2)
     log.now, log.asker = 9.0, Asker("request", b"salt of it")
-    log.removed(b"\0", b"parent", b"salt", 0)
+    log.removed(held(0), 0)
     log.asker, log.cause = NOBODY, "evict"
-    log.removed(b"\1", b"parent", b"salt", 1, "disk")
+    log.removed(held(1), 1, "disk")
     removal = log.removal(b"\0")
     assert removal is not None
     assert (removal.time, removal.cause, removal.request_id) == (9.0, "capacity", "request")
@@ -55,14 +60,14 @@ def test_the_last_removal_counts_and_old_ones_are_forgotten() -> None:
     log = EventLog(4)
     for number in range(100):
         log.now = float(number)
-        log.removed(bytes([number % 3]), b"", b"", number)
+        log.removed(held(number % 3), number)
         log.trim()
     removal = log.removal(bytes([99 % 3]))
     assert removal is not None
     assert removal.time == 99.0
     assert len(log._removals) + len(log._older_removals) <= 4
     for number in range(4):
-        log.stored(bytes([200 + number]), b"", b"", b"", 0)
+        log.stored(held(200 + number), 0)
     assert log.removal(bytes([99 % 3])) is None
     log.cleared()
     assert log.since(log.last - 1, 1)[0].kind == "cleared"

@@ -15,7 +15,7 @@ from kvmanager.asking.event_log import EventLog
 from kvmanager.errors import PagekeeperError
 from kvmanager.event_publisher import END, EventPublisher, short
 from kvmanager.pool.block_pool import CACHED, BlockPool
-from kvmanager.pool.hashing import salt_digest, token_array
+from kvmanager.pool.hashing import content, salt_digest, token_array
 from kvmanager.pool.ledger import Holder
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT
 
@@ -154,7 +154,7 @@ class Place:
         tokens = token_array(chance.choices([1, 2], k=length)).tobytes()
         block = self.pool.grant(self.holder)
         salt = salt_digest(chance.choice(["", "", "mine"]))
-        self.pool.seal(block, chance.choice(parents[:3]), tokens, salt, 1.0)
+        self.pool.seal(block, content(chance.choice(parents[:3]), tokens, salt), 1.0)
         self.pool.release(block, self.holder)
 
     def truth(self) -> set[int]:
@@ -218,9 +218,13 @@ def test_what_is_published_is_what_vllms_consumers_know(place: Place) -> None:
     pool, holder = place.pool, place.holder
     pool.log.now = 7.0
     first, second, tail = (pool.grant(holder) for _ in range(3))
-    head = pool.seal(first, pool.root, token_array([1, 2, 3, 4]).tobytes(), b"", 0.0)
-    below = pool.seal(second, head, token_array([5, 6, 7, 1 << 31]).tobytes(), salt_digest("s"), 0.0)
-    pool.seal(tail, below, token_array([9]).tobytes(), b"", 0.0)
+    held = [content(pool.root, token_array([1, 2, 3, 4]).tobytes(), b"")]
+    head = held[-1][0]
+    held.append(content(head, token_array([5, 6, 7, 1 << 31]).tobytes(), salt_digest("s")))
+    below = held[-1][0]
+    held.append(content(below, token_array([9]).tobytes(), b""))
+    for block, each in zip((first, second, tail), held, strict=True):
+        pool.seal(block, each, 0.0)
     place.turn()
     batches = [msgspec.msgpack.decode(event_publisher.encode_batch(each)) for each in place.publisher._kept]
     assert batches[0] == [1.0, [["AllBlocksCleared"]]]
@@ -242,7 +246,7 @@ def test_copies_are_stored_and_removed_once(place: Place) -> None:
     tokens = token_array([1, 2, 3, 4]).tobytes()
     blocks = [pool.grant(holder) for _ in range(2)]
     for block in blocks:
-        pool.seal(block, pool.root, tokens, b"", 0.0)
+        pool.seal(block, content(pool.root, tokens, b""), 0.0)
         pool.release(block, holder)
     for block in blocks:
         place.turn()

@@ -6,6 +6,7 @@ evicted), `test_submissions` (blocks of a cancelled request wait for the acknowl
 """
 
 from kvmanager.pool.block_pool import CACHED, RESERVED, SEALED
+from kvmanager.pool.hashing import content
 from kvmanager.protocol import Fenced, Layout, Progress, StepReport
 from kvmanager.restore import restore_pool
 from tests.kvmanager.fake_clients import LAYOUT, submission
@@ -49,8 +50,9 @@ def test_equal_tokens_of_another_model_never_meet() -> None:
     pool, _ = restore_pool(
         Layout("other", *others[1:]), [scene.pool.record(block) for block in range(16)], ()
     )
-    tokens = scene.pool.tokens[0]
-    assert pool.find(scene.pool.block_hash[0], pool.root, tokens) is None
+    _, parent, salt, tokens = scene.pool.contents[0]
+    for parent_hash in (parent, pool.root):
+        assert pool.find(content(parent_hash, tokens, salt)) is None
     assert pool.children.most_alike(pool.root, tokens) == (0, 0)
 
 

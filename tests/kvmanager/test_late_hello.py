@@ -4,6 +4,7 @@ block that is still written. Only a message under the new session proves that no
 
 from kvmanager.core import Core
 from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, BlockPool
+from kvmanager.pool.hashing import content
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Choice,
@@ -56,7 +57,7 @@ def test_or_until_the_process_dies() -> None:
 def test_a_hello_at_the_next_managers_start_frees_nothing_yet() -> None:
     core, pool = running_core()
     reserved = [pool.record(block) for block in range(3)]
-    pool.seal(0, pool.root, bytes(16), b"", 0.0)
+    pool.seal(0, content(pool.root, bytes(16), b""), 0.0)
     core = Core("next boot", "/pool", Policy(), 1.0)
     pool, quarantines = restore_pool(LAYOUT, [pool.record(0), *reserved[1:]], ("runner",))
     core.attach(pool, quarantines, ("runner",))

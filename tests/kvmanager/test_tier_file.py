@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmanager.errors import PagekeeperError
-from kvmanager.pool.hashing import block_hash, root_hash, salt_digest
+from kvmanager.pool.hashing import Content, block_hash, root_hash, salt_digest
 from kvmanager.protocol import Layout
 from kvmanager.tier import tier_file
 from kvmanager.tier.tier_file import PAGE, TierFile
-from kvmanager.tier.tiers import Content
 
 LAYOUT = Layout("fingerprint", "float32", 4, 1, 1, 2)  # 64 bytes a block
 OTHER = Layout("another", "float32", 4, 1, 1, 2)

@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvmanager.pool.hashing import Content
 from kvmanager.tier.tiers import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     MAX_DEMOTIONS,
     RATE_LIFE,
-    Content,
     Copy,
     Rate,
     Tier,
@@ -50,8 +50,8 @@ def test_content_is_found_when_its_copy_is_done_and_not_before() -> None:
 def test_equal_hashes_with_other_tokens_or_another_parent_are_a_miss() -> None:
     tier = Tier(2)
     fill(tier, 1)
-    assert not tier.find(digest(1), content(1).parent_hash, content(2).tokens)
-    assert not tier.find(digest(1), digest(2), content(1).tokens)
+    assert not tier.find(content(1)._replace(tokens=content(2).tokens))
+    assert not tier.find(content(1)._replace(parent_hash=digest(2)))
 
 
 def test_a_full_tier_gives_up_what_was_used_longest_ago() -> None:
@@ -226,7 +226,7 @@ class TierMachine(RuleBasedStateMachine):
         assert set(tier.promoting) == {digest(number) for number in self.reading}
         for number in range(10):
             known = number in self.order
-            assert tier.find(digest(number), content(number).parent_hash, content(number).tokens) == known
+            assert tier.find(content(number)) == known
             assert (digest(number) in tier) == (known or number in self.writing)
 
 

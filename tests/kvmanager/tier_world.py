@@ -6,8 +6,9 @@ from typing import Any
 
 from kvmanager.core import Core
 from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.hashing import Content
 from kvmanager.state import Effects, Policy
-from kvmanager.tier.tiers import Content, Copy, Tier
+from kvmanager.tier.tiers import Copy, Tier
 from tests.kvmanager.fake_clients import BLOCK_SIZE, Process
 from tests.kvmanager.world import World
 

@@ -5,8 +5,9 @@ death.
 from random import Random
 from typing import Final, NamedTuple
 
+from kvmanager.pool.hashing import Content
 from kvmanager.state import Effects
-from kvmanager.tier.tiers import Content, Copy
+from kvmanager.tier.tiers import Copy
 
 FAILURE_RATE: Final = 0.05
 STEP_RATE: Final = 0.5  # with which a copy under way ends at the manager's next tick
