@@ -173,21 +173,31 @@ class Core:
 
     def _dispatch(self, now: float, client: Frontend | Runner, message: ToManager) -> None:
         """The most frequent ones are looked for first."""
-        state = self.state
-        match client, message:
-            case Runner(), StepReport():
-                self._report(now, client, message)
-            case Frontend(), Submit():
-                submissions.submit(state, client, message, now)
-            case Frontend(), Cancel():
-                submissions.cancel(state, client, message)
-            case Frontend(), _ if isinstance(message, Query):
-                self._ask(now, client, message)
-            case Runner(), Ready():
-                client.ready = True
-                state.admission_due = True
-            case Runner(), Draining():
-                pressure.hand_over(state, client)
+        if isinstance(client, Runner):
+            self._of_runner(now, client, message)
+        else:
+            self._of_frontend(now, client, message)
+
+    def _of_runner(self, now: float, runner: Runner, message: ToManager) -> None:
+        match message:
+            case StepReport():
+                self._report(now, runner, message)
+            case Ready():
+                runner.ready = True
+                self.state.admission_due = True
+            case Draining():
+                pressure.hand_over(self.state, runner)
+            case _:
+                self.count_dropped()
+
+    def _of_frontend(self, now: float, frontend: Frontend, message: ToManager) -> None:
+        match message:
+            case Submit():
+                submissions.submit(self.state, frontend, message, now)
+            case Cancel():
+                submissions.cancel(self.state, frontend, message)
+            case _ if isinstance(message, Query):
+                self._ask(now, frontend, message)
             case _:
                 self.count_dropped()
 

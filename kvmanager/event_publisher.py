@@ -30,7 +30,7 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from kvmanager.asking.event_log import RawEvent
+from kvmanager.asking.event_log import NOBODY, RawEvent
 from kvmanager.errors import PagekeeperError
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.hashing import NOTHING
@@ -45,7 +45,7 @@ MEDIUM: Final = "GPU"
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 Batch = tuple[BlockPool, float, list[RawEvent]]
-CLEARED: Final[RawEvent] = (0, 0.0, "cleared", "pool", NOTHING, -1)
+CLEARED: Final[RawEvent] = (0, 0.0, "cleared", "pool", NOTHING, -1, "", NOBODY)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -258,7 +258,7 @@ def received(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
 
 def event_of(pool: BlockPool, block: int) -> RawEvent:
     """The event by which this block's content would become known."""
-    return (0, pool.log.now, "stored", "pool", pool.contents[block], block)
+    return (0, pool.log.now, "stored", "pool", pool.contents[block], block, "", NOBODY)
 
 
 def numbered(number: int) -> bytes:

@@ -1,7 +1,7 @@
 """Everything that the manager's core knows, and what an event makes it do: the effects."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy
 
 MAX_ENDED = 256  # requests that are gone, kept for those who ask
-MAX_REMEMBERED = 8192  # requests that are gone, kept to answer a repeated Submit
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,10 @@ class Effects:
         self.records: set[int] = set()  # blocks whose record changed
         self.pins: list[SavedPin] | None = None  # all of them, if they changed
         self.messages: list[tuple[int, Any]] = []  # (client_id, message)
-        self.erasures: list[int] = []  # slots of the tier whose content is to be gone from the disk too
-        self.demotions: list[Copy] = []  # each is answered by `Core.copied`
-        self.promotions: list[Copy] = []
-        self.ended: list[int] = []  # client_ids whose session is over
+        self.erasures: Collection[int] = ()  # slots of the tier whose content is to be gone from the disk too
+        self.demotions: Collection[Copy] = ()  # each is answered by `Core.copied`
+        self.promotions: Collection[Copy] = ()
+        self.ended: tuple[int, ...] = ()  # client_ids whose session is over
 
 
 @dataclass(slots=True)
@@ -88,7 +87,6 @@ class State:
         self.pins = Pins(policy.pin_budget)
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
-        self.gone: OrderedDict[tuple[int, str], tuple[int, bool]] = OrderedDict()
         self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
         self.sweeps: OrderedDict[tuple[int, Any], Sweep] = OrderedDict()
         """By client and command."""
@@ -134,10 +132,8 @@ class State:
         submit, info = request.submit, request.describe("ended", 0.0)
         self.ended.append(Ended(request.serial, submit.tenant, submit.arrival, info))
         frontend: Frontend = request.frontend
-        del frontend.requests[request.submit.request_id]
-        self.gone[(frontend.client_id, request.submit.request_id)] = (request.submit.attempt, request.counted)
-        if len(self.gone) > MAX_REMEMBERED:
-            self.gone.popitem(last=False)
+        del frontend.requests[submit.request_id]
+        frontend.remember(submit.request_id, submit.attempt, request.counted)
 
     def cancel(self, request: Request) -> None:
         """Forget the request; if it runs, its runner is told, and keeps its blocks until it acknowledges."""

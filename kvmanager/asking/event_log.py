@@ -8,7 +8,8 @@ The numbers rise by one within a start of the manager. A ring keeps the last one
 of what was evicted.
 """
 
-from typing import Any, Literal, NamedTuple
+from array import array
+from typing import Final, Literal, NamedTuple
 
 from kvmanager.messages.events import CacheEvent
 from kvmanager.messages.introspection import Cause
@@ -16,10 +17,13 @@ from kvmanager.pool.hashing import NOTHING, Held
 
 DEFAULT_RING = 1 << 16  # events
 
-RawEvent = tuple[Any, ...]
+Kind = Literal["stored", "removed", "cleared"]
+TierName = Literal["pool", "disk"]
+RawEvent = tuple[int, float, Kind, TierName, Held, int, Cause | Literal[""], "Asker"]
 """Number, time, kind, tier, content, block; of a removal its cause and asker too."""
 
-TierName = Literal["pool", "disk"]
+STORED, REMOVED, CLEARED = range(3)
+KINDS: Final[tuple[Kind, ...]] = ("stored", "removed", "cleared")
 
 
 class Asker(NamedTuple):
@@ -36,14 +40,21 @@ class EventLog:
     """`size` events are kept. `now`, `asker` and `cause` are what the next events say; who sets them sets
     them back.
 
-    The manager notes several per step and is seldom asked: they lie here as plain tuples.
+    The manager notes several per step and is seldom asked: so they lie here by field, side by side, and none
+    is an object of its own.
     """
 
     __slots__ = (
+        "_askers",
+        "_blocks",
+        "_causes",
+        "_contents",
+        "_kinds",
         "_looked_up_to",
         "_older_removals",
+        "_on_disk",
         "_removals",
-        "_ring",
+        "_times",
         "asker",
         "cause",
         "last",
@@ -60,35 +71,39 @@ class EventLog:
         self.cause: Cause = "capacity"
         self.other_layout: dict[bytes, float] = {}
         """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
-        self._ring: list[RawEvent] = [()] * size
+        self._kinds = bytearray(size)
+        self._times = array("d", bytes(8 * size))
+        self._on_disk = bytearray(size)
+        self._contents: list[Held] = [NOTHING] * size
+        self._blocks = array("q", bytes(8 * size))
+        self._causes: list[Cause] = ["capacity"] * size  # of removals
+        self._askers = [NOBODY] * size
         self._looked_up_to = 0  # number of the last event that was looked at for `_removals`, when asked
         self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
         self._older_removals: dict[
             bytes, int
         ] = {}  # those before `size` others; together they hold the ring's
 
-    def stored(self, content: Held, block: int, tier: TierName = "pool") -> None:
+    def stored(self, content: Held, block: int, on_disk: bool = False) -> None:
         self.last = number = self.last + 1
-        self._ring[number % self.size] = (number, self.now, "stored", tier, content, block)
+        place = number % self.size
+        self._kinds[place] = STORED
+        self._times[place] = self.now
+        self._on_disk[place] = on_disk
+        self._contents[place] = content
+        self._blocks[place] = block
 
-    def removed(self, content: Held, block: int, tier: TierName = "pool") -> None:
-        self.last = number = self.last + 1
-        event = (number, self.now, "removed", tier, content, block, self.cause, self.asker)
-        self._ring[number % self.size] = event
+    def removed(self, content: Held, block: int, on_disk: bool = False) -> None:
+        self.stored(content, block, on_disk)
+        place = self.last % self.size
+        self._kinds[place] = REMOVED
+        self._causes[place] = self.cause
+        self._askers[place] = self.asker
 
     def cleared(self) -> None:
         """Nothing is found any more."""
-        self.last = number = self.last + 1
-        self._ring[number % self.size] = (
-            number,
-            self.now,
-            "cleared",
-            "pool",
-            NOTHING,
-            -1,
-            self.cause,
-            NOBODY,
-        )
+        self.removed(NOTHING, -1)
+        self._kinds[self.last % self.size] = CLEARED
 
     def trim(self) -> None:
         """Forget the oldest removals; to be called now and then. Half of the events are removals at most, in
@@ -100,17 +115,16 @@ class EventLog:
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""
         for number in range(max(self._looked_up_to, self.last - self.size) + 1, self.last + 1):
-            kept = self._ring[number % self.size]
-            if kept[2] == "removed":
-                self._removals[kept[4][0]] = number
+            if self._kinds[number % self.size] == REMOVED:
+                self._removals[self._contents[number % self.size][0]] = number
         self._looked_up_to = self.last
         number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
-        return _event(self._ring[number % self.size]) if number and self.has(number - 1) else None
+        return _event(self._raw(number)) if number and self.has(number - 1) else None
 
     def asker_of(self, event: CacheEvent) -> Asker:
         """For whom something was removed; nobody if it was for no request, or too long ago."""
-        kept = self._ring[event.sequence % self.size]
-        return kept[-1] if event.request_id and kept[0] == event.sequence else NOBODY
+        kept = event.request_id and self.has(event.sequence - 1)
+        return self._askers[event.sequence % self.size] if kept else NOBODY
 
     def has(self, after: int) -> bool:
         """Whether all events after that number are still here, and such a number has been."""
@@ -121,18 +135,29 @@ class EventLog:
         return [_event(kept) for kept in self.raw_since(after, limit)]
 
     def raw_since(self, after: int, limit: int) -> list[RawEvent]:
-        """The same, as they lie here."""
+        """The same, without their names."""
         assert self.has(after)
-        numbers = range(after + 1, min(after + limit, self.last) + 1)
-        return [self._ring[number % self.size] for number in numbers]
+        return [self._raw(number) for number in range(after + 1, min(after + limit, self.last) + 1)]
+
+    def _raw(self, number: int) -> RawEvent:
+        place = number % self.size
+        kind = KINDS[self._kinds[place]]
+        removal = kind == "removed"
+        return (
+            number,
+            self._times[place],
+            kind,
+            "disk" if self._on_disk[place] else "pool",
+            self._contents[place],
+            self._blocks[place],
+            self._causes[place] if kind != "stored" else "",
+            self._askers[place] if removal else NOBODY,
+        )
 
 
 def _event(kept: RawEvent) -> CacheEvent:
-    number, time, kind, tier, content, block, *why = kept
-    digest, parent_hash, salt, tokens = content
-    if not why:
-        return CacheEvent(number, time, kind, tier, digest, parent_hash, tokens, salt, block)
-    cause, asker = why
+    number, time, kind, tier, (digest, parent_hash, salt, tokens), block, cause, asker = kept
+    tokens = tokens if kind == "stored" else b""
     return CacheEvent(
-        number, time, kind, tier, digest, parent_hash, b"", salt, block, cause, asker.request_id
+        number, time, kind, tier, digest, parent_hash, tokens, salt, block, cause, asker.request_id
     )

@@ -41,8 +41,8 @@ def answer(
     outcome: Outcome = "wait_for_turn" if ahead else decision.outcome
     evicted = [] if ahead else evictions(state, pool, decision, found, hits)
     victims = [] if ahead else [active.request for active in decision.victims]
-    size, sampling = pool.block_size, request.submit.sampling
-    most = admission.blocks_needed(len(request.prompt), sampling.max_tokens, query.num_choices, size)
+    size = pool.block_size
+    most = admission.most_blocks(request, size)
     waits = outcome == "wait_for_prefix"
     awaited = state.in_flight.producers[decision.awaited].request_id if waits else ""
     seen = tenant_bytes(query.tenant)

@@ -20,6 +20,7 @@ class Sequence(Holder):
         "advanced_at",
         "announced",
         "choice",
+        "forked",
         "last_hash",
         "max_length",
         "num_cached",
@@ -66,6 +67,7 @@ class Sequence(Holder):
         self.announced: list[Held] = []  # the full blocks of the tokens that it was given
         self.num_settled = 0  # of those, how many nobody may wait for any more
         self.advanced_at = 0.0  # seconds
+        self.forked = False  # another sequence was forked from this one, or this one from another
 
     def describe(self) -> str:
         return f"sequence {self.choice} of start {self.start_id}"
@@ -129,6 +131,7 @@ class Sequence(Holder):
         child.num_reused = len(self.table)
         child.num_computed = self.num_computed
         child.max_length = self.max_length
+        self.forked = child.forked = True
         return child
 
     def share(self, pool: BlockPool, parent: "Sequence") -> None:

@@ -64,6 +64,8 @@ class Children:
     def most_alike(self, key: bytes, tokens: bytes) -> tuple[int, int]:
         """The child that begins with the most of `tokens`, and how many those are: 0 if none does."""
         siblings = self.of(key)
+        if not siblings:
+            return 0, 0
         place = bisect_left(siblings, (tokens,))
         found, most = 0, 0
         for there, block in siblings[max(place - 1, 0) : place + 1]:
@@ -117,6 +119,8 @@ class Children:
 
 def num_shared(one: bytes, other: bytes) -> int:
     """With how many equal tokens two packed texts begin."""
+    if one[:TOKEN_BYTES] != other[:TOKEN_BYTES]:
+        return 0  # as of most that are compared: what follows takes longer
     length = min(len(one), len(other))
     differing = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     if not differing:

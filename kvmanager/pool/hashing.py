@@ -101,13 +101,13 @@ def root_hash(layout: Layout) -> bytes:
 
 def block_hash(parent_hash: bytes, tokens: bytes, salt: bytes) -> bytes:
     """`tokens`: the block's token ids, packed; `salt`: from `salt_digest`."""
-    data = parent_hash + _before_tokens(len(tokens)) + tokens
-    return sha256(data + field(b"S", salt) if salt else data).digest()
+    return content(parent_hash, tokens, salt)[0]
 
 
 def content(parent_hash: bytes, tokens: bytes, salt: bytes) -> Held:
-    """What a block with these tokens holds."""
-    return block_hash(parent_hash, tokens, salt), parent_hash, salt, tokens
+    """What a block with these tokens holds; the hash is that of `block_hash`."""
+    data = parent_hash + _before_tokens(len(tokens)) + tokens
+    return sha256(data + field(b"S", salt) if salt else data).digest(), parent_hash, salt, tokens
 
 
 def hash_chain(parent_hash: bytes, packed: bytes, width: int, salt: bytes) -> list[Held]:

@@ -8,9 +8,9 @@ from kvmanager.pool.block_pool import RESERVED, SEALED, BlockPool
 from kvmanager.pool.block_table import Sequence
 from kvmanager.protocol import MAX_PAGE, AuditPage, AuditQuery
 from kvmanager.scheduling.admission import largest_request
-from kvmanager.scheduling.clients import Frontend
+from kvmanager.scheduling.clients import MAX_REMEMBERED, Frontend
 from kvmanager.scheduling.requests import RequestState, StartState
-from kvmanager.state import MAX_REMEMBERED, State
+from kvmanager.state import State
 
 MAX_BLOCKS = 128  # of one page
 
@@ -123,8 +123,9 @@ def _requests(state: State) -> Iterator[str]:
         live = active.request.state is RequestState.RUNNING and active.request.active is active
         if not active.sequences or (active.state is not StartState.CANCELLING and not live):
             yield f"start {active.start_id} is {active.state.name} and has nothing to run"
-    if len(state.gone) > MAX_REMEMBERED:
-        yield f"{len(state.gone)} requests are remembered"
+    for client in state.clients.values():
+        if isinstance(client, Frontend) and len(client.gone) > MAX_REMEMBERED:
+            yield f"{len(client.gone)} requests are remembered"
 
 
 def _in_flight(state: State) -> Iterator[str]:

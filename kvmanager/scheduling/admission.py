@@ -30,16 +30,19 @@ class Plan(NamedTuple):
 
 def plan_start(pool: BlockPool, request: Request) -> Plan:
     """Look everything up; changes nothing."""
-    read = request.submit.read_cache
-    found = tuple([group.lookup(pool, request.salt) if read else Found([]) for group in request.groups])
-    total = sum([-(-len(group.tokens) // pool.block_size) for group in request.groups])
+    size, groups = pool.block_size, request.groups
+    if request.submit.read_cache:
+        found = tuple([group.lookup(pool, request.salt) for group in groups])
+    else:
+        found = tuple([Found([]) for _ in groups])
+    total = sum([-(-len(group.tokens) // size) for group in groups])
     hits = {block for each in found for block in each.blocks}
     sources = {each.source for each in found if each.num_shared} - hits
     return Plan(
         found,
         total - sum([len(each.blocks) for each in found]),
-        num_cached(pool, hits),
-        num_cached(pool, sources),
+        num_cached(pool, hits) if hits else 0,
+        num_cached(pool, sources) if sources else 0,
     )
 
 
@@ -67,11 +70,11 @@ def without_copies(plan: Plan) -> Plan:
     return plan._replace(found=tuple(Found(each.blocks) for each in plan.found), cached_sources=0)
 
 
-def blocks_needed(num_prompt: int, max_tokens: int, num_choices: int, block_size: int) -> int:
+def most_blocks(request: Request, block_size: int) -> int:
     """Blocks of a request at its longest. Choices share full prompt blocks; the last token needs none."""
-    shared = num_prompt // block_size
-    each = -(-(num_prompt + max_tokens - 1) // block_size)
-    return shared + num_choices * (each - shared)
+    shared = len(request.prompt) // block_size
+    each = -(-(request.max_length - 1) // block_size)
+    return shared + len(request.submit.choices) * (each - shared)
 
 
 def largest_request(state: State) -> int:
@@ -80,12 +83,8 @@ def largest_request(state: State) -> int:
         return 0
     size = state.pool.block_size
     frontends = [client for client in state.clients.values() if isinstance(client, Frontend)]
-    submits = [request.submit for frontend in frontends for request in frontend.requests.values()]
-    needs = (
-        blocks_needed(len(each.prompt_token_ids), each.sampling.max_tokens, len(each.choices), size)
-        for each in submits
-    )
-    return max(needs, default=0)
+    requests = (request for frontend in frontends for request in frontend.requests.values())
+    return max((most_blocks(request, size) for request in requests), default=0)
 
 
 def why_it_never_fits(state: State, request: Request) -> str:
@@ -94,7 +93,7 @@ def why_it_never_fits(state: State, request: Request) -> str:
     num_prompt, max_tokens, num_choices = len(request.prompt), submit.sampling.max_tokens, len(submit.choices)
     if state.pool is not None:
         size = state.pool.block_size
-        needed = blocks_needed(num_prompt, max_tokens, num_choices, size)
+        needed = most_blocks(request, size)
         if needed > state.pins.usable(state.pool):
             pinned = len(state.pins.uses)
             return (
@@ -137,15 +136,15 @@ def pick_runner(state: State, request: Request, now: float) -> Runner | None:
     """The least loaded runner that has room for all choices and takes that many tokens; a silent one only if
     there is no other.
     """
-    num_choices = request.num_choices
+    num_choices, longest = request.num_choices, request.max_length
     able = [
         runner
         for runner in state.runners
-        if runner.free_seats() >= num_choices and runner.hello.max_model_len >= request.max_length
+        if runner.free_seats() >= num_choices and runner.hello.max_model_len >= longest
     ]
-    return min(
-        able, key=lambda runner: (now - runner.last_heard >= pressure.SILENCE, runner.seats), default=None
-    )
+    if len(able) < 2:
+        return able[0] if able else None
+    return min(able, key=lambda runner: (now - runner.last_heard >= pressure.SILENCE, runner.seats))
 
 
 def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> bytes | None:
@@ -178,10 +177,13 @@ class Decision(NamedTuple):
 
 def decide(state: State, pool: BlockPool, request: Request, now: float) -> Decision:
     """Changes nothing, but leaves for later what of the request might not fit at once."""
-    if reason := why_it_never_fits(state, request):
-        return Decision("refuse", reason)
-    postpone(pool, request, state.pins.usable(pool))
+    usable = state.pins.usable(pool)
+    if len(request.groups) > 1:
+        postpone(pool, request, usable)
     runner = pick_runner(state, request, now)
+    too_large = most_blocks(request, pool.block_size) > usable
+    if (runner is None or too_large) and (reason := why_it_never_fits(state, request)):
+        return Decision("refuse", reason)
     if runner is None and not pressure.lower(state, request, now):
         return Decision("wait_for_room")
     plan = plan_start(pool, request)

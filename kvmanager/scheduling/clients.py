@@ -2,7 +2,7 @@
 runners.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kvmanager.scheduling.requests import ActiveStart, Request
 
 OWNER_TAG_BYTES = 8
+MAX_REMEMBERED = 8192  # requests of a frontend that are gone, kept to answer a repeated Submit
 MAX_FINISHED = 1024  # finished sequences whose tokens may still wait in their runner
 
 
@@ -22,15 +23,29 @@ def owner_tag(lock: str) -> bytes:
 
 
 class Frontend:
-    """A frontend's session, and its requests that are neither finished nor dropped."""
+    """A frontend's session, its requests that are neither finished nor dropped, and what has to be known of
+    the others.
+    """
 
-    __slots__ = ("client_id", "hello", "requests", "touched")
+    __slots__ = ("client_id", "gone", "hello", "requests", "touched")
 
     def __init__(self, client_id: int, hello: FrontendHello) -> None:
         self.client_id = client_id
         self.hello = hello
         self.touched = False  # its process has sent something under this session
         self.requests: dict[str, Request] = {}
+        self.gone: OrderedDict[str, int] = OrderedDict()  # request_id → 2 · attempt + whether it was counted
+
+    def remember(self, request_id: str, attempt: int, counted: bool) -> None:
+        """This attempt is over. A number is kept of it, as many are kept and most are never asked for."""
+        self.gone[request_id] = 2 * attempt + counted
+        if len(self.gone) > MAX_REMEMBERED:
+            self.gone.popitem(last=False)
+
+    def remembered(self, request_id: str) -> tuple[int, bool]:
+        """The last attempt that is over, and whether its lookup is in the statistics."""
+        attempt, counted = divmod(self.gone.get(request_id, -2), 2)
+        return attempt, counted == 1
 
 
 class Runner(Holder):

@@ -127,7 +127,7 @@ class ReportCheck:
             )
         if sequence.source is not None and sequence not in self._read and computed > before:
             raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
-        for block in table[before // size : computed // size]:
+        for block in table[before // size : computed // size] if sequence.forked else ():
             if len(self._holders[block]) != 1 or sequence in self._sharing:
                 raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
         if known > sequence.max_length:

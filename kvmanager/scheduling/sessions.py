@@ -198,5 +198,5 @@ def end_frontend(state: State, frontend: Frontend) -> None:
 def unregister(state: State, client: Client) -> None:
     del state.clients[client.client_id]
     del state.by_lock[client.hello.lock]
-    state.effects.ended.append(client.client_id)
+    state.effects.ended += (client.client_id,)
     state.admission_due = True

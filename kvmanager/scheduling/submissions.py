@@ -36,9 +36,10 @@ class Refusal(Exception):
 def submit(state: State, frontend: Frontend, message: Submit, now: float) -> None:
     """Queue the request and answer Accepted, or answer Rejected. A repeated one changes nothing."""
     known = frontend.requests.get(message.request_id)
-    attempt, counted = state.gone.get((frontend.client_id, message.request_id), (-1, False))
     if known is not None:
         attempt, counted = known.submit.attempt, known.counted
+    else:
+        attempt, counted = frontend.remembered(message.request_id)
     if message.attempt > attempt or message.attempt < 0:
         try:
             request = accept(state, frontend, message, now)

@@ -101,7 +101,7 @@ class Tier:
         """Note there what is found here, now and from now on."""
         self.log = log
         for slot, content in self._entries.values():
-            log.stored(content, slot, "disk")
+            log.stored(content, slot, on_disk=True)
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -218,13 +218,13 @@ class Tier:
         """From now on this is found here."""
         self._entries[content.block_hash] = (slot, content)
         self._by_slot[slot] = content
-        self.log.stored(content, slot, "disk")
+        self.log.stored(content, slot, on_disk=True)
 
     def _drop(self, block_hash: bytes) -> int:
         """From now on it is not. Returns its slot."""
         slot, content = self._entries.pop(block_hash)
         self._by_slot[slot] = None
-        self.log.removed(content, slot, "disk")
+        self.log.removed(content, slot, on_disk=True)
         return slot
 
     def copy_is_cheaper(self, num_blocks: int, num_tokens: int, now: float) -> bool:

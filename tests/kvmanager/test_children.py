@@ -28,7 +28,8 @@ def test_shared_tokens_are_counted_whole(one: bytes, other: bytes) -> None:
 def test_children_are_a_list_that_is_searched(
     added: list[tuple[bytes, bytes]], text: bytes, data: st.DataObject
 ) -> None:
-    children, naive = Children([(b"", b"", b"", tokens) for _, tokens in added]), dict[int, tuple[bytes, bytes]]()
+    children = Children([(b"", b"", b"", tokens) for _, tokens in added])
+    naive: dict[int, tuple[bytes, bytes]] = {}
     for block, (key, tokens) in enumerate(added):
         siblings = any(other == key for other, _ in naive.values())
         assert children.add(key, block) == siblings

@@ -45,7 +45,7 @@ def test_a_removal_knows_its_cause_and_for_whom_it_was() -> None:
     log.now, log.asker = 9.0, Asker("request", b"salt of it")
     log.removed(held(0), 0)
     log.asker, log.cause = NOBODY, "evict"
-    log.removed(held(1), 1, "disk")
+    log.removed(held(1), 1, on_disk=True)
     removal = log.removal(b"\0")
     assert removal is not None
     assert (removal.time, removal.cause, removal.request_id) == (9.0, "capacity", "request")

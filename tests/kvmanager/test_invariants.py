@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmanager.pool.block_pool import CACHED, FREE, RESERVED, SEALED
+from kvmanager.pool.block_pool import CACHED, FREE, RESERVED, SEALED, BlockPool
 from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Progress, StepReport
 from kvmanager.scheduling.requests import RequestState
@@ -34,13 +34,18 @@ def swap_queue(scene: Scene) -> None:
     entries.reverse()
 
 
+def hold(pool: BlockPool, block: int, tokens: bytes) -> None:
+    """Other tokens than it had."""
+    pool.contents[block] = (*pool.contents[block][:3], tokens)
+
+
 DAMAGE: dict[str, tuple[Callable[[Scene], object], str]] = {
     "counts": (lambda s: setattr(s.pool, "num_sealed", 99), "are counted"),
     "queues": (lambda s: s.pool.cached.remove(0), "wrong queue"),
     "held though free": (lambda s: s.pool.ledger.add(7, running(s)), "with 1 references"),
     "not in the index": (lambda s: s.pool.index.remove(s.pool.block_hash[0], 0), "the index says otherwise"),
-    "content of a free block": (lambda s: s.pool.tokens.__setitem__(7, b"x"), "has a hash or tokens"),
-    "hash": (lambda s: s.pool.tokens.__setitem__(0, bytes(16)), "not that of its content"),
+    "content of a free block": (lambda s: hold(s.pool, 7, b"x"), "has a hash or tokens"),
+    "hash": (lambda s: hold(s.pool, 0, bytes(16)), "not that of its content"),
     "children": (lambda s: s.pool.children.remove(s.pool.root, 0), "the child"),
     "a stray child": (lambda s: s.pool.children.add(b"", 7), "and a child"),
     "unfound and found": (lambda s: s.pool.unfound.add(0), "the index says otherwise"),
@@ -69,7 +74,7 @@ DAMAGE: dict[str, tuple[Callable[[Scene], object], str]] = {
         "that nobody computes",
     ),
     "memory": (
-        lambda s: s.core.state.gone.update({(0, str(number)): (0, False) for number in range(9000)}),
+        lambda s: s.core.state.waiting.first.frontend.gone.update(dict.fromkeys(map(str, range(9000)), 0)),
         "are remembered",
     ),
 }

@@ -50,9 +50,9 @@ def test_equal_tokens_of_another_model_never_meet() -> None:
     pool, _ = restore_pool(
         Layout("other", *others[1:]), [scene.pool.record(block) for block in range(16)], ()
     )
-    _, parent, salt, tokens = scene.pool.contents[0]
-    for parent_hash in (parent, pool.root):
-        assert pool.find(content(parent_hash, tokens, salt)) is None
+    digest, _, salt, tokens = scene.pool.contents[0]
+    for held in (content(pool.root, tokens, salt), (digest, pool.root, salt, tokens)):
+        assert pool.find(held) is None
     assert pool.children.most_alike(pool.root, tokens) == (0, 0)
 
 

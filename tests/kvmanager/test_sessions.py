@@ -22,6 +22,7 @@ from kvmanager.protocol import (
     Submit,
     Taken,
 )
+from kvmanager.scheduling.clients import Frontend
 from tests.kvmanager.fake_clients import LAYOUT, submission
 from tests.kvmanager.scene import Scene
 
@@ -251,10 +252,11 @@ def test_choices_that_have_gone_apart_run_in_turns_where_they_do_not_fit_togethe
 
 
 def test_what_is_gone_is_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmanager.state.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvmanager.scheduling.clients.MAX_REMEMBERED", 2)
     monkeypatch.setattr("kvmanager.pool.invariants.MAX_REMEMBERED", 2)
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
     for name in "abc":
         scene.run(frontend, runner, submission(name, [1]))
-    assert [request_id for _, request_id in scene.core.state.gone] == ["b", "c"]
+    (client,) = (each for each in scene.core.state.clients.values() if isinstance(each, Frontend))
+    assert [*client.gone] == ["b", "c"]

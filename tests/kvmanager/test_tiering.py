@@ -170,9 +170,7 @@ def test_what_could_not_be_read_is_a_miss() -> None:
         scene.end_copy(copy)
     (start,) = scene.starts()
     assert start.sequences[0].num_cached_tokens == 8
-    assert not scene.tier.find(
-        copies[2].content.block_hash, copies[2].content.parent_hash, copies[2].content.tokens
-    )
+    assert not scene.tier.find(copies[2].content)
 
 
 def test_the_wait_is_bounded_and_what_comes_late_is_kept() -> None:

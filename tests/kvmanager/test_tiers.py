@@ -42,9 +42,9 @@ def test_content_is_found_when_its_copy_is_done_and_not_before() -> None:
     copy = tier.demote(7, content(1), 0.0)
     assert copy == Copy(7, 0, content(1))
     assert digest(1) in tier
-    assert not tier.find(*content(1)[:2], content(1).tokens)
+    assert not tier.find(content(1))
     tier.demoted(copy, True, 0.0)
-    assert tier.find(*content(1)[:2], content(1).tokens)
+    assert tier.find(content(1))
 
 
 def test_equal_hashes_with_other_tokens_or_another_parent_are_a_miss() -> None:
