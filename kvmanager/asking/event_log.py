@@ -8,7 +8,6 @@ The numbers rise by one within a start of the manager. A ring keeps the last one
 of what was evicted.
 """
 
-from array import array
 from typing import Final, Literal, NamedTuple
 
 from kvmanager.messages.events import CacheEvent
@@ -23,6 +22,7 @@ RawEvent = tuple[int, float, Kind, TierName, Held, int, Cause | Literal[""], "As
 """Number, time, kind, tier, content, block; of a removal its cause and asker too."""
 
 STORED, REMOVED, CLEARED = range(3)
+ON_DISK = 4
 KINDS: Final[tuple[Kind, ...]] = ("stored", "removed", "cleared")
 
 
@@ -52,7 +52,6 @@ class EventLog:
         "_kinds",
         "_looked_up_to",
         "_older_removals",
-        "_on_disk",
         "_removals",
         "_times",
         "asker",
@@ -71,11 +70,10 @@ class EventLog:
         self.cause: Cause = "capacity"
         self.other_layout: dict[bytes, float] = {}
         """Hash under this layout of what a pool of another one held when it was emptied → when (seconds)."""
-        self._kinds = bytearray(size)
-        self._times = array("d", bytes(8 * size))
-        self._on_disk = bytearray(size)
+        self._kinds = [STORED] * size  # with ON_DISK added, or not
+        self._times = [0.0] * size
         self._contents: list[Held] = [NOTHING] * size
-        self._blocks = array("q", bytes(8 * size))
+        self._blocks = [-1] * size
         self._causes: list[Cause] = ["capacity"] * size  # of removals
         self._askers = [NOBODY] * size
         self._looked_up_to = 0  # number of the last event that was looked at for `_removals`, when asked
@@ -84,26 +82,27 @@ class EventLog:
             bytes, int
         ] = {}  # those before `size` others; together they hold the ring's
 
-    def stored(self, content: Held, block: int, on_disk: bool = False) -> None:
+    def stored(self, content: Held, block: int, kind: int = STORED) -> None:
         self.last = number = self.last + 1
         place = number % self.size
-        self._kinds[place] = STORED
+        self._kinds[place] = kind
         self._times[place] = self.now
-        self._on_disk[place] = on_disk
         self._contents[place] = content
         self._blocks[place] = block
 
-    def removed(self, content: Held, block: int, on_disk: bool = False) -> None:
-        self.stored(content, block, on_disk)
-        place = self.last % self.size
-        self._kinds[place] = REMOVED
+    def removed(self, content: Held, block: int, kind: int = REMOVED) -> None:
+        self.last = number = self.last + 1
+        place = number % self.size
+        self._kinds[place] = kind
+        self._times[place] = self.now
+        self._contents[place] = content
+        self._blocks[place] = block
         self._causes[place] = self.cause
         self._askers[place] = self.asker
 
     def cleared(self) -> None:
         """Nothing is found any more."""
-        self.removed(NOTHING, -1)
-        self._kinds[self.last % self.size] = CLEARED
+        self.removed(NOTHING, -1, CLEARED)
 
     def trim(self) -> None:
         """Forget the oldest removals; to be called now and then. Half of the events are removals at most, in
@@ -115,7 +114,7 @@ class EventLog:
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""
         for number in range(max(self._looked_up_to, self.last - self.size) + 1, self.last + 1):
-            if self._kinds[number % self.size] == REMOVED:
+            if self._kinds[number % self.size] & ~ON_DISK == REMOVED:
                 self._removals[self._contents[number % self.size][0]] = number
         self._looked_up_to = self.last
         number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
@@ -141,13 +140,13 @@ class EventLog:
 
     def _raw(self, number: int) -> RawEvent:
         place = number % self.size
-        kind = KINDS[self._kinds[place]]
+        kind = KINDS[self._kinds[place] & ~ON_DISK]
         removal = kind == "removed"
         return (
             number,
             self._times[place],
             kind,
-            "disk" if self._on_disk[place] else "pool",
+            "disk" if self._kinds[place] & ON_DISK else "pool",
             self._contents[place],
             self._blocks[place],
             self._causes[place] if kind != "stored" else "",

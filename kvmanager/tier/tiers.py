@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from kvmanager.asking.event_log import EventLog
+from kvmanager.asking.event_log import ON_DISK, REMOVED, STORED, EventLog
 from kvmanager.pool.hashing import Content, Held
 
 MAX_DEMOTIONS = 8  # at a time: each keeps a block of the pool out of use while it runs
@@ -101,7 +101,7 @@ class Tier:
         """Note there what is found here, now and from now on."""
         self.log = log
         for slot, content in self._entries.values():
-            log.stored(content, slot, on_disk=True)
+            log.stored(content, slot, STORED | ON_DISK)
 
     def __len__(self) -> int:
         """Blocks that can be found."""
@@ -218,13 +218,13 @@ class Tier:
         """From now on this is found here."""
         self._entries[content.block_hash] = (slot, content)
         self._by_slot[slot] = content
-        self.log.stored(content, slot, on_disk=True)
+        self.log.stored(content, slot, STORED | ON_DISK)
 
     def _drop(self, block_hash: bytes) -> int:
         """From now on it is not. Returns its slot."""
         slot, content = self._entries.pop(block_hash)
         self._by_slot[slot] = None
-        self.log.removed(content, slot, on_disk=True)
+        self.log.removed(content, slot, REMOVED | ON_DISK)
         return slot
 
     def copy_is_cheaper(self, num_blocks: int, num_tokens: int, now: float) -> bool:

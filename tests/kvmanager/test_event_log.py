@@ -1,6 +1,6 @@
 """The ring of events: numbers, bounds, gaps, and what is remembered of what is gone."""
 
-from kvmanager.asking.event_log import NOBODY, Asker, EventLog
+from kvmanager.asking.event_log import NOBODY, ON_DISK, REMOVED, Asker, EventLog
 from kvmanager.pool.hashing import Content
 
 
@@ -45,7 +45,7 @@ def test_a_removal_knows_its_cause_and_for_whom_it_was() -> None:
     log.now, log.asker = 9.0, Asker("request", b"salt of it")
     log.removed(held(0), 0)
     log.asker, log.cause = NOBODY, "evict"
-    log.removed(held(1), 1, on_disk=True)
+    log.removed(held(1), 1, REMOVED | ON_DISK)
     removal = log.removal(b"\0")
     assert removal is not None
     assert (removal.time, removal.cause, removal.request_id) == (9.0, "capacity", "request")
