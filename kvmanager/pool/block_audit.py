@@ -62,13 +62,15 @@ def _content(pool: BlockPool, block: int) -> Iterator[str]:
     digest, parent, salt, tokens = pool.contents[block]
     unfound = block in pool.unfound
     if pool.state[block] not in (SEALED, CACHED):
-        if digest or tokens or unfound:
+        if digest or tokens or unfound or block in pool.partial:
             yield f"block {block} is {name_of(pool, block)} and has a hash or tokens"
         return
     if (block in pool.index.blocks(digest)) == unfound:
         yield f"block {block} is {name_of(pool, block)} and the index says otherwise"
     if block_hash(parent, tokens, salt) != digest or not 0 < len(tokens) <= pool.block_size * TOKEN_BYTES:
         yield f"block {block} has a hash that is not that of its content"
+    if (len(tokens) < pool.block_bytes) != (block in pool.partial):
+        yield f"block {block} has {len(tokens) // TOKEN_BYTES} tokens and is taken for another length"
     if pool.children.has(parent + salt, block) == unfound:
         yield f"block {block} is not the child that it should be"
     if (block in pool.of_salt.get(salt, ())) != (salt != NO_SALT and not unfound):

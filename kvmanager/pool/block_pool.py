@@ -90,8 +90,8 @@ class BlockPool:
         "num_quarantined",
         "num_sealed",
         "of_salt",
-        "owner_tag",
         "parent_hash",
+        "partial",
         "root",
         "salt",
         "sealed_at",
@@ -108,7 +108,6 @@ class BlockPool:
         self.root = root_hash(layout)
         self.state = [FREE] * num_blocks
         self.generation = [0] * num_blocks
-        self.owner_tag = [NO_OWNER] * num_blocks
         self.contents: list[Held] = [NOTHING] * num_blocks
         self.block_hash, self.parent_hash, self.salt, self.tokens = (
             Column(self.contents, field) for field in range(4)
@@ -124,6 +123,8 @@ class BlockPool:
         self.children = Children(self.contents)
         self.of_salt: dict[bytes, set[int]] = {}
         """Blocks in the index, by the salt that finds them; most have none, and are not here."""
+        self.partial: set[int] = set()
+        """Sealed blocks that are not full."""
         self.unfound: set[int] = set()
         """Sealed blocks that are to be found no more: they are free as soon as nobody holds them."""
         self.log = log or EventLog()
@@ -164,7 +165,7 @@ class BlockPool:
 
     def grant_all(self, count: int, holder: Holder) -> list[int]:
         """So many such blocks: what concerns many at once is done at once, as time counts here."""
-        generation, owner_tag, state, tag = self.generation, self.owner_tag, self.state, holder.owner_tag
+        generation, state = self.generation, self.state
         holders, sole = self.ledger.by_block, (holder,)
         free = self.free.length
         blocks = self.free.pop_all(min(count, free)) if free else []
@@ -172,14 +173,19 @@ class BlockPool:
             blocks += self._evict(count - free)
         for block in blocks:
             generation[block] += 1
-            owner_tag[block] = tag
             state[block] = RESERVED
             holders[block] = sole
         self.changed.update(blocks)
         return blocks
 
+    def seal_tail(self, block: int, content: Held, now: float) -> None:
+        """A sequence has ended in this block, which is not full: others find it, to copy from."""
+        assert 0 < len(content[3]) < self.block_bytes
+        self.partial.add(block)
+        self.seal(block, content, now)
+
     def seal(self, block: int, content: Held, now: float) -> None:
-        """The block is never written again, full or not: from now on it is found."""
+        """The block is full and never written again: from now on it is found."""
         digest, parent_hash, salt, tokens = content
         assert self.state[block] == RESERVED
         self.contents[block] = content
@@ -202,7 +208,7 @@ class BlockPool:
 
     def is_partial(self, block: int) -> bool:
         """Whether it is sealed with less than a full block of tokens."""
-        return 0 < len(self.tokens[block]) < self.block_bytes
+        return block in self.partial
 
     def find(self, content: Held) -> int | None:
         """The block with this content. All of it is compared: a hash alone is never trusted."""
@@ -232,7 +238,8 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[int], holder: Holder) -> None:
         """The same for each of them, in this order."""
-        state, contents, full, unfound, kept = self.state, self.contents, self.block_bytes, self.unfound, []
+        state, partial, unfound = self.state, self.partial, self.unfound
+        kept: list[int] = []
         holders, sole = self.ledger.by_block, (holder,)
         for block in blocks:
             if holders[block] != sole:
@@ -243,7 +250,7 @@ class BlockPool:
                 self._free(block)
                 continue
             state[block] = CACHED
-            if len(contents[block][3]) == full or not self._is_covered(block):
+            if block not in partial or not self._is_covered(block):
                 kept.append(block)
             else:
                 self.num_sealed -= 1
@@ -294,13 +301,14 @@ class BlockPool:
             self.free.remove(block)
             contents[block] = content = (digest, parent_hash, salt, tokens)
             self.sealed_at[block], state[block] = sealed_at, CACHED
+            if len(tokens) < self.block_bytes:
+                self.partial.add(block)
             self._publish(block, content)
         self.cached.extend(list(records))
 
     def restore_quarantined(self, block: int, holder: Holder) -> None:
         """At start: a block that a process of an earlier start may still write; it must still be new."""
         self.free.remove(block)
-        self.owner_tag[block] = holder.owner_tag
         self.state[block] = QUARANTINED
         self.num_quarantined += 1
         self.ledger.add(block, holder)
@@ -313,8 +321,11 @@ class BlockPool:
         if state in (SEALED, CACHED) and block not in self.unfound:
             held, sealed_at = self.contents[block], self.sealed_at[block]
             return BlockRecord(SEALED, self.generation[block], NO_OWNER, *held, sealed_at)
-        kept = FREE if state == FREE else RESERVED
-        owner = ANYBODY if block in self.unfound else self.owner_tag[block]
+        if state == FREE:
+            kept, owner = FREE, NO_OWNER
+        else:  # all who hold it are of the process that writes it
+            kept, owner = RESERVED, self.ledger.holders(block)[0].owner_tag
+        owner = ANYBODY if block in self.unfound else owner
         return BlockRecord(kept, self.generation[block], owner, NO_HASH, NO_HASH, NO_SALT, b"", 0.0)
 
     def statistics(self) -> PoolStats:
@@ -339,16 +350,17 @@ class BlockPool:
                 del primary[digest], only[parent_hash]
                 removed(content, block)
             contents[block] = NOTHING
+        self.partial.difference_update(blocks)
         self.evictions += count
         return blocks
 
     def _free(self, block: int) -> None:
         self.contents[block] = NOTHING
+        self.partial.discard(block)
         self.unfound.discard(block)
         self.num_sealed -= self.state[block] == SEALED
         self.num_quarantined -= self.state[block] == QUARANTINED
         self.state[block] = FREE
-        self.owner_tag[block] = NO_OWNER
         self.free.append(block)
         self.changed.add(block)
 

@@ -152,7 +152,7 @@ class Sequence(Holder):
             return
         if pool.ledger.ref_count(block) == 1:
             tokens = self.tokens[start : self.num_computed].tobytes()
-            pool.seal(block, content(self.last_hash, tokens, self.salt), now)
+            pool.seal_tail(block, content(self.last_hash, tokens, self.salt), now)
 
     def release(self, pool: BlockPool) -> None:
         """Let go of every block, the last one first: so a chain is evicted from its tail."""

@@ -115,7 +115,7 @@ class Outbox:
 
     def take(self) -> Directives | None:
         """All of it as one message, or None if there is nothing."""
-        if not (self.starts or self.cancels or self.preempts or self.credits or self.dismissed):
+        if not (self.credits or self.starts or self.cancels or self.preempts or self.dismissed):
             return None
         directives = Directives(
             tuple(self.starts),

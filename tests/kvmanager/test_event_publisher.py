@@ -154,7 +154,8 @@ class Place:
         tokens = token_array(chance.choices([1, 2], k=length)).tobytes()
         block = self.pool.grant(self.holder)
         salt = salt_digest(chance.choice(["", "", "mine"]))
-        self.pool.seal(block, content(chance.choice(parents[:3]), tokens, salt), 1.0)
+        seal = self.pool.seal if length == BLOCK_SIZE else self.pool.seal_tail
+        seal(block, content(chance.choice(parents[:3]), tokens, salt), 1.0)
         self.pool.release(block, self.holder)
 
     def truth(self) -> set[int]:
@@ -223,8 +224,9 @@ def test_what_is_published_is_what_vllms_consumers_know(place: Place) -> None:
     held.append(content(head, token_array([5, 6, 7, 1 << 31]).tobytes(), salt_digest("s")))
     below = held[-1][0]
     held.append(content(below, token_array([9]).tobytes(), b""))
-    for block, each in zip((first, second, tail), held, strict=True):
-        pool.seal(block, each, 0.0)
+    pool.seal(first, held[0], 0.0)
+    pool.seal(second, held[1], 0.0)
+    pool.seal_tail(tail, held[2], 0.0)
     place.turn()
     batches = [msgspec.msgpack.decode(event_publisher.encode_batch(each)) for each in place.publisher._kept]
     assert batches[0] == [1.0, [["AllBlocksCleared"]]]

@@ -46,6 +46,7 @@ DAMAGE: dict[str, tuple[Callable[[Scene], object], str]] = {
     "not in the index": (lambda s: s.pool.index.remove(s.pool.block_hash[0], 0), "the index says otherwise"),
     "content of a free block": (lambda s: hold(s.pool, 7, b"x"), "has a hash or tokens"),
     "hash": (lambda s: hold(s.pool, 0, bytes(16)), "not that of its content"),
+    "length": (lambda s: s.pool.partial.add(0), "taken for another length"),
     "children": (lambda s: s.pool.children.remove(s.pool.root, 0), "the child"),
     "a stray child": (lambda s: s.pool.children.add(b"", 7), "and a child"),
     "unfound and found": (lambda s: s.pool.unfound.add(0), "the index says otherwise"),

@@ -22,7 +22,7 @@ def check_write(manager: Manager | None, disk: Disk, runner: "Runner", block: in
     """Whoever writes a block owns it, in the manager's eyes and in the records."""
     pool = manager.core.state.pool if manager else None
     if pool is not None:
-        state, tag = pool.state[block], pool.owner_tag[block]
+        state, tag = pool.state[block], pool.record(block).owner_tag
         ours = state in (RESERVED, QUARANTINED) and tag in (runner.tag, DAMAGED_TAG)
         assert ours, f"{runner.name} writes block {block}, which is state {state}, not its own"
         return
