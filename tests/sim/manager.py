@@ -31,7 +31,7 @@ class ManagerKilledError(Exception):
 
 
 class LockFile:
-    """One inode in `locks/`. It stays when its holder is killed, and is unlinked by one that exits."""
+    """One inode in `locks/`. One that exits unlinks its own, and the manager those of the killed."""
 
     def __init__(self) -> None:
         self.held = True
@@ -129,7 +129,8 @@ class Manager:
     def tick(self, now: float) -> None:
         """Who lives, and the passing of time."""
         for name in [name for name, lock in self._watched.items() if not lock.held]:
-            del self._watched[name]
+            if self.disk.locks.get(name) is self._watched.pop(name):
+                del self.disk.locks[name]
             self.about_to_lose(self.core, name, not self._unread(name))
             self._carry_out(self.core.process_died(now, name))
         for copy, promotion, good in self.copier.step():
