@@ -59,6 +59,7 @@ from kvmanager.messages.introspection import RequestsPage as RequestsPage
 from kvmanager.messages.introspection import RequestsQuery as RequestsQuery
 from kvmanager.messages.introspection import SequenceInfo as SequenceInfo
 from kvmanager.messages.introspection import Sibling as Sibling
+from kvmanager.messages.introspection import own_number as own_number
 from kvmanager.messages.pins import Pin as Pin
 from kvmanager.messages.pins import Pinned as Pinned
 from kvmanager.messages.pins import PinsAnswer as PinsAnswer

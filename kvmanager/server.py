@@ -83,6 +83,7 @@ class Server:
             config.prefix_wait,
             config.resume,
             config.pin_budget,
+            config.tenant_pin_budget,
         )
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning

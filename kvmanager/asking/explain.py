@@ -2,12 +2,15 @@
 it ends.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from kvmanager.pool.block_pool import BlockPool
-from kvmanager.pool.hashing import tenant_bytes
+from kvmanager.pool.hashing import TOKEN_BYTES, block_hash, tenant_bytes
 from kvmanager.protocol import (
     MAX_CHOICES,
+    BlockRef,
     Choice,
     Eviction,
     ExplainQuery,
@@ -16,6 +19,7 @@ from kvmanager.protocol import (
     SamplingParams,
     Sibling,
     Submit,
+    own_number,
 )
 from kvmanager.scheduling import admission
 from kvmanager.scheduling.clients import Frontend
@@ -45,7 +49,7 @@ def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -
     """Changes nothing. The tokens must be such as can be submitted."""
     pool, number = state.pool, len(query.token_ids)
     if pool is None or not number:
-        return Explanation(query.query_id, state.at(), number, 0, 0, (), 0, "never_seen")
+        return Explanation(query.query_id, state.at(query.tenant), number, 0, 0, (), 0, "never_seen")
     request = Request(frontend, as_submit(query, now), state.last_serial + 1)
     plan = admission.decide(state, pool, request, now).plan or admission.plan_start(pool, request)
     awaited = admission.in_flight(state, pool, request, plan)
@@ -57,14 +61,14 @@ def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -
             blocks, tier_blocks = copies.found, len(copies.missing)
             shared = alike(pool, group, request.salt, len(blocks) + tier_blocks)[1]
     reach = len(blocks) + tier_blocks
-    sibling = nearest(pool, group, request.salt, reach, shared)
+    sibling = nearest(pool, group, request.salt, reach, shared, query.tenant)
     explanation = Explanation(
         query.query_id,
-        state.at(),
+        state.at(query.tenant),
         number,
         reach * pool.block_size + shared,
         pool.block_size,
-        pool.refs(blocks),
+        told(pool, blocks, query.tenant),
         tier_blocks,
         "partial" if shared else "never_seen",
         sibling,
@@ -74,12 +78,18 @@ def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -
     if awaited is not None:
         producer = state.in_flight.producers[awaited]
         return msgspec.structs.replace(explanation, reason="being_computed", computed_by=producer.request_id)
-    full = group.blocks(pool, request.salt)
-    eviction = end_of(pool, full[reach][0], query.tenant) if reach < len(full) else None
+    eviction = end_of_more(pool, group, request.salt, reach, shared, query.tenant)
     if eviction is None:
         return explanation
     reason = "other_layout" if eviction.cause == "other_layout" else "evicted"
     return msgspec.structs.replace(explanation, reason=reason, eviction=eviction)
+
+
+def told(pool: BlockPool, blocks: Iterable[int], tenant: str) -> tuple[BlockRef, ...]:
+    """As whoever asks knows these blocks."""
+    if not tenant:
+        return pool.refs(blocks)
+    return tuple([(own_number(pool.block_hash[block]), 0) for block in blocks])
 
 
 def rest_of(pool: BlockPool, group: Group, reach: int) -> bytes:
@@ -98,13 +108,32 @@ def alike(pool: BlockPool, group: Group, salt: bytes, reach: int) -> tuple[int, 
     return pool.children.most_alike(parent + salt, rest_of(pool, group, reach))
 
 
-def nearest(pool: BlockPool, group: Group, salt: bytes, reach: int, shared: int) -> Sibling | None:
+def nearest(
+    pool: BlockPool, group: Group, salt: bytes, reach: int, shared: int, tenant: str
+) -> Sibling | None:
     """The block that begins most like the text there, though it may share nothing."""
     key = parent_of(pool, group, salt, reach) + salt
     block = pool.children.nearest(key, rest_of(pool, group, reach))
     if block is None:
         return None
-    return Sibling(pool.ref(block), tuple(memoryview(pool.tokens[block]).cast("I")), shared)
+    return Sibling(told(pool, [block], tenant)[0], tuple(memoryview(pool.tokens[block]).cast("I")), shared)
+
+
+def end_of_more(
+    pool: BlockPool, group: Group, salt: bytes, reach: int, shared: int, tenant: str
+) -> Eviction | None:
+    """The end of what followed there: the next full block, or the longest tail of an earlier sequence that
+    the text goes on from. Of what was only alike in part nothing is known any more.
+    """
+    full = group.blocks(pool, salt)
+    if reach < len(full) and (found := end_of(pool, full[reach][0], tenant)) is not None:
+        return found
+    parent, rest = parent_of(pool, group, salt, reach), rest_of(pool, group, reach)
+    for end in range(min(len(rest), pool.block_bytes - TOKEN_BYTES), shared * TOKEN_BYTES, -TOKEN_BYTES):
+        found = end_of(pool, block_hash(parent, rest[:end], salt), tenant)
+        if found is not None:
+            return found
+    return None
 
 
 def end_of(pool: BlockPool, digest: bytes, tenant: str) -> Eviction | None:

@@ -4,7 +4,7 @@ from itertools import islice
 
 import msgspec
 
-from kvmanager.asking.explain import as_submit
+from kvmanager.asking.explain import as_submit, told
 from kvmanager.pool.block_pool import FREE, BlockPool
 from kvmanager.pool.hashing import tenant_bytes
 from kvmanager.protocol import MAX_PAGE, Outcome, PlanAnswer, PlanQuery
@@ -20,12 +20,12 @@ def plan(state: State, frontend: Frontend, query: PlanQuery, now: float) -> Plan
     try:
         request = submissions.accept(state, frontend, as_submit(query, now), now)
     except submissions.Refusal as refusal:
-        return PlanAnswer(query.query_id, state.at(), "refuse", refusal.message)
+        return PlanAnswer(query.query_id, state.at(query.tenant), "refuse", refusal.message)
     pool = state.pool
     assert pool is not None, "a request is not accepted before there is a pool"
     decision = admission.decide(state, pool, request, now)
     if decision.outcome == "refuse":
-        return PlanAnswer(query.query_id, state.at(), "refuse", decision.reason)
+        return PlanAnswer(query.query_id, state.at(query.tenant), "refuse", decision.reason)
     looked_up = decision.plan or admission.plan_start(pool, request)
     return answer(state, pool, query, request, decision, looked_up)
 
@@ -48,18 +48,18 @@ def answer(
     seen = tenant_bytes(query.tenant)
     plan_answer = PlanAnswer(
         query.query_id,
-        state.at(),
+        state.at(query.tenant),
         outcome,
         "",
-        decision.runner.hello.name if decision.runner is not None else "",
-        pool.refs(hits),
-        pool.ref(first.source) if first.num_shared else None,
+        decision.runner.hello.name if decision.runner is not None and not query.tenant else "",
+        told(pool, hits, query.tenant),
+        told(pool, [first.source], query.tenant)[0] if first.num_shared else None,
         first.num_shared,
         len(first.blocks) * size + first.num_shared,
         promote,
         found.new_blocks,
         most - len(first.blocks),
-        pool.refs([block for block in evicted if pool.salt[block].startswith(seen)]),
+        told(pool, [block for block in evicted if pool.salt[block].startswith(seen)], query.tenant),
         tuple(each.submit.request_id for each in victims if query.tenant in ("", each.submit.tenant)),
         awaited,
         sum(query.tenant in ("", each.submit.tenant) for each in ahead),
@@ -91,7 +91,7 @@ def in_words(plan: PlanAnswer, block_size: int) -> str:
         takes += f", for which {len(plan.evict)} cached ones are evicted"
     match plan.outcome:
         case "start":
-            return f"it starts now on {plan.runner!r}: {takes}"
+            return f"it starts now{f' on {plan.runner!r}' if plan.runner else ''}: {takes}"
         case "wait_for_turn":
             return f"it waits for its turn behind {plan.ahead or 'other'} requests; then {takes}"
         case "wait_for_prefix":

@@ -4,7 +4,9 @@ imported.
 Every answer names the manager's start and the number of the last event of the cache that it knows of (`At`).
 Whatever can be large is asked for in pages, so that no question holds up the manager for more than 2 ms.
 
-`tenant` limits a question or command to what was made under that tenant's key; empty sees all.
+`tenant` limits a question or command to what was made under that tenant's key; empty sees all. Whatever
+others do, a tenant is told the same: events have numbers of its own (`At`), and so have blocks, made of their
+content (`own_number`), with generation 0.
 """
 
 from typing import Literal
@@ -15,8 +17,18 @@ from kvmanager.messages.steps import BlockRef as BlockRef
 MAX_PAGE = 2048  # blocks, events or requests of one answer
 
 
+NO_NUMBER = -1  # a tenant's block without content
+
+
+def own_number(block_hash: bytes) -> int:
+    """The number by which a tenant knows its block: 48 bits, as long as numbers in JSON are exact."""
+    return int.from_bytes(block_hash[:6], "big") if block_hash else NO_NUMBER
+
+
 class At(Message, frozen=True):
-    """Which state an answer describes: that after event number `sequence` of the start `boot_id`."""
+    """Which state an answer describes: that after event number `sequence` of the start `boot_id`. A tenant's
+    events are those of its own content, counted from its first question on.
+    """
 
     boot_id: str
     sequence: int
@@ -160,9 +172,12 @@ FLAG_OTHER = 8
 
 
 class BlockQuery(Message, frozen=True, tag=True):
+    """By number, or, if `block_hash` is given, by content: as a tenant does."""
+
     query_id: int
-    block_id: int
+    block_id: int = -1
     tenant: str = ""
+    block_hash: bytes = b""
 
 
 class HolderInfo(Message, frozen=True):

@@ -1,5 +1,6 @@
 """Questions in few words, a follower of events, and pages put together: for tests of what can be asked."""
 
+import random
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -113,6 +114,21 @@ class Asker:
             first += page.checked
             if first >= page.num_blocks:
                 return faults
+
+
+EVERY_KIND = {
+    *("hit", "never_seen", "evicted", "partial", "being_computed", "from the tier"),
+    *("start", "wait_for_turn", "wait_for_prefix", "wait_for_room", "refuse"),
+    *("evicts", "preempts", "evicted by a command", "not evicted, as in use"),
+    *("cleared in_use", "cleared by force some"),
+}
+"""Of answers, each of which a long history must bring."""
+
+
+def text(chance: random.Random) -> list[int]:
+    """Few beginnings, so that texts meet."""
+    head = chance.choice([[], [0] * 4, [0] * 12, [0, 0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    return [*head, *(chance.randrange(2) for _ in range(chance.randrange(1, 7)))]
 
 
 TIERS: tuple[Literal["pool", "disk"], ...] = ("pool", "disk")

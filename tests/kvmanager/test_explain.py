@@ -87,6 +87,17 @@ def test_who_needed_the_room_of_what_is_gone() -> None:
     assert said.eviction.request_id == "greedy"
 
 
+def test_a_lost_tail_is_said_where_the_text_goes_on_from_it() -> None:
+    scene = AskedScene(6)
+    scene.run(scene.client, scene.worker, submission("greedy", [1] * 24, max_tokens=1))
+    for text in (TEXT[:9], [*TEXT[:8], 5, 5]):  # what came before its tail is the first to be told of
+        assert scene.asker.explain(text).reason == "evicted"
+    scene.run(scene.client, scene.worker, submission("again", TEXT[:8], max_tokens=1))
+    said = scene.asker.explain([*TEXT, 7])
+    assert (said.num_cached_tokens, said.reason) == (8, "evicted")
+    assert scene.asker.explain([*TEXT[:8], 5, 5]).reason == "never_seen"
+
+
 def test_a_tenant_is_not_told_whose_room_it_was() -> None:
     scene = Scene(6)
     client, worker = scene.frontend(), scene.runner()
