@@ -12,7 +12,7 @@ The caller carries effects out in their order: records, messages, copies, then s
 
 from collections.abc import Callable
 
-from kvmanager.asking import commands, introspection
+from kvmanager.asking import commands, introspection, long_text
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     Cancel,
@@ -32,6 +32,7 @@ from kvmanager.protocol import (
     StatsQuery,
     StepReport,
     Submit,
+    TextPart,
     ToManager,
     Unpin,
     Welcome,
@@ -42,6 +43,8 @@ from kvmanager.scheduling.pins import SavedPin
 from kvmanager.state import Effects, Policy, State
 from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy, Tier
+
+ASKED = Question | TextPart
 
 
 class Core:
@@ -107,7 +110,7 @@ class Core:
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
-        elif client.touched and not isinstance(message, Submit) and isinstance(message, Question):
+        elif client.touched and not isinstance(message, Submit) and isinstance(message, ASKED):
             if isinstance(message, ExplainQuery | PlanQuery) and self.state.waiting.first is not None:
                 self.state.admission_due = True  # as the next tick would: a request may have its turn by now
                 self._get_on(now)
@@ -198,6 +201,8 @@ class Core:
                 state.send(client, introspection.statistics(state, message.query_id, now))
             case _ if introspection.fault(message):
                 self.count_dropped()
+            case TextPart():
+                long_text.take(state, client, message)
             case Pin() | Unpin() | PinsQuery():
                 self._pins(now, client, message)
             case Evict() | Clear():

@@ -94,6 +94,8 @@ class State:
         """By tenant: what of one is shown does not depend on how many others have."""
         self.sweeps: OrderedDict[tuple[int, Any], Sweep] = OrderedDict()
         """By client and command."""
+        self.texts: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        """Beginnings of texts that are asked about, by client and question: see `long_text`."""
         self.counters = Counters()
         self.last_client_id = 0
         self.last_start_id = 0

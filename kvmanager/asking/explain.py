@@ -6,10 +6,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kvmanager.asking import long_text
+from kvmanager.asking.long_text import LongText
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.hashing import TOKEN_BYTES, block_hash, tenant_bytes
 from kvmanager.protocol import (
     MAX_CHOICES,
+    MAX_PAGE,
     BlockRef,
     Choice,
     Eviction,
@@ -19,7 +22,7 @@ from kvmanager.protocol import (
     SamplingParams,
     Sibling,
     Submit,
-    own_number,
+    own_numbers,
 )
 from kvmanager.scheduling import admission
 from kvmanager.scheduling.clients import Frontend
@@ -27,8 +30,8 @@ from kvmanager.scheduling.requests import Group, Request
 from kvmanager.state import State
 
 
-def as_submit(query: ExplainQuery | PlanQuery, now: float) -> Submit:
-    """What a frontend would send for it."""
+def as_submit(query: ExplainQuery | PlanQuery, text: LongText | None, now: float) -> Submit:
+    """What a frontend would send for it. `text`: all of it, where a part had come before."""
     choices, max_tokens, priority = 1, 1, 0
     if isinstance(query, PlanQuery):
         choices, max_tokens, priority = query.num_choices, query.max_tokens, query.priority
@@ -36,7 +39,7 @@ def as_submit(query: ExplainQuery | PlanQuery, now: float) -> Submit:
         "asked",
         0,
         now,
-        query.token_ids,
+        query.token_ids if text is None else text.tokens,  # type: ignore[arg-type]  # as good
         tuple(Choice(index) for index in range(min(choices, MAX_CHOICES + 1))),
         SamplingParams(max_tokens, 0),
         priority,
@@ -47,16 +50,22 @@ def as_submit(query: ExplainQuery | PlanQuery, now: float) -> Submit:
 
 def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -> Explanation:
     """Changes nothing. The tokens must be such as can be submitted."""
-    pool, number = state.pool, len(query.token_ids)
+    text = long_text.whole(state, frontend, query)
+    pool, number = state.pool, len(query.token_ids if text is None else text.tokens)
     if pool is None or not number:
         return Explanation(query.query_id, state.at(query.tenant), number, 0, 0, (), 0, "never_seen")
-    request = Request(frontend, as_submit(query, now), state.last_serial + 1)
-    plan = admission.decide(state, pool, request, now).plan or admission.plan_start(pool, request)
+    request = Request(frontend, as_submit(query, text, now), state.last_serial + 1)
+    if text is not None:
+        request.groups = [text]
+    decision = admission.decide(state, pool, request, now)
+    plan = decision.plan or admission.plan_start(pool, request)
     awaited = admission.in_flight(state, pool, request, plan)
     (group,), (found,) = request.groups, plan.found
     blocks, tier_blocks, shared = list(found.blocks), 0, found.num_shared
     if awaited is None and state.tiering is not None:
-        copies = state.tiering.copies_for(pool, request, [found.blocks], now)
+        copies = decision.copies
+        if decision.outcome != "start" and copies is None:
+            copies = state.tiering.copies_for(pool, request, [found.blocks], now)
         if copies is not None:
             blocks, tier_blocks = copies.found, len(copies.missing)
             shared = alike(pool, group, request.salt, len(blocks) + tier_blocks)[1]
@@ -68,10 +77,11 @@ def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -
         number,
         reach * pool.block_size + shared,
         pool.block_size,
-        told(pool, blocks, query.tenant),
+        told(pool, blocks[:MAX_PAGE], query.tenant),
         tier_blocks,
         "partial" if shared else "never_seen",
         sibling,
+        more_blocks=len(blocks[MAX_PAGE:]),
     )
     if explanation.num_cached_tokens >= number - 1:
         return msgspec.structs.replace(explanation, reason="hit")
@@ -89,7 +99,7 @@ def told(pool: BlockPool, blocks: Iterable[int], tenant: str) -> tuple[BlockRef,
     """As whoever asks knows these blocks."""
     if not tenant:
         return pool.refs(blocks)
-    return tuple([(own_number(pool.block_hash[block]), 0) for block in blocks])
+    return tuple([(number, 0) for number in own_numbers([pool.block_hash[block] for block in blocks])])
 
 
 def rest_of(pool: BlockPool, group: Group, reach: int) -> bytes:

@@ -28,6 +28,8 @@ assert (sys.byteorder, array("I").itemsize) == ("little", TOKEN_BYTES), (
 
 def token_array(token_ids: Iterable[int]) -> "array[int]":
     """Raises OverflowError for an id outside 0 .. 2**32-1."""
+    if isinstance(token_ids, array):
+        return token_ids
     packed = array("I")
     packed.fromlist(list(token_ids))  # quicker than from an iterable
     return packed

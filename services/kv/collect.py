@@ -20,7 +20,7 @@ from kvmanager.protocol import (
     CacheEvent,
     EventsPage,
     EventsQuery,
-    own_number,
+    own_numbers,
 )
 from services.backend import Backend
 from services.errors import from_pagekeeper
@@ -147,6 +147,6 @@ def merge(
     for event in events:
         contents.apply(event)
     if owned:
-        contents.block = [own_number(block_hash) for block_hash in contents.hashes]
+        contents.block = own_numbers(contents.hashes)
         contents.order = sorted(range(len(contents)), key=contents.block.__getitem__)
     return Collection(at, contents, time.monotonic())

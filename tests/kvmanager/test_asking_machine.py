@@ -78,7 +78,9 @@ class AskingMachine(TieringMachine):
         asker = self.asker(index)
         if asker is None:
             return
-        said = asker.explain(prompt, salt, tenant)
+        asker.between = self.step_a_runner
+        said = asker.explain(prompt, salt, tenant, part=index * 3)
+        assert said == asker.explain(prompt, salt, tenant)
         self.seen[said.reason] += 1
         self.seen["from the tier"] += said.tier_blocks > 0
         submit = self.request(prompt, salt, tenant, max_tokens=2)
