@@ -43,6 +43,8 @@ def flowing(followers: list[Follower], since: float) -> bool:
 def settle(server: Server, followers: list[Follower]) -> None:
     """All processes are there, serve, and every stream flows."""
     wait_until(lambda: all(len(server.children(kind)) == count for kind, count in ALL), "all processes", 120)
+    wait_until(server.ready, "ready", 120)
+    wait_until(lambda: server.metrics()["pagekeeper_ready_runners"] == 2, "both runners", 120)
     settled = time.monotonic()
     wait_until(lambda: server.ready() and flowing(followers, settled), "streams that flow", 120)
 
@@ -71,7 +73,6 @@ def restart_all(server: Server, followers: list[Follower]) -> None:
         os.kill(process, signal.SIGTERM)
         wait_until(lambda gone=process: not psutil.pid_exists(gone), "the end of a process", 120)
         settle(server, followers)
-        wait_until(lambda: server.metrics()["pagekeeper_ready_runners"] == 2, "both runners", 120)
 
 
 def report(name: str, times: list[float]) -> None:
