@@ -172,8 +172,8 @@ class World:
             self.workload.disturb(self.random.choice(self.frontends))
         elif chance > 1 - self.shape.cancel_rate - self.shape.fault_rate:
             self._fault()
-        elif chance < SUBMIT_RATE + self.shape.pin_rate:
-            self.workload.pin(self.random.choice(self.frontends))
+        elif chance < SUBMIT_RATE + self.shape.pin_rate + self.shape.command_rate:
+            self.workload.control(self.random.choice(self.frontends))
 
     def _fault(self) -> None:
         match self.random.choice(self.shape.faults):
