@@ -23,6 +23,7 @@ from kvmanager.paths import (
     leftovers,
     lock_path,
     manager_endpoint,
+    named,
     prepare,
     socket_endpoint,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "default_pool_directory",
     "leftovers",
     "manager_endpoint",
+    "named",
     "prepare",
     "socket_endpoint",
 ]

@@ -34,6 +34,13 @@ class ManagerConfig:
     pin_budget: float = setting(
         0.25, "share of the pool that pins may hold together", minimum=0.0, maximum=0.9
     )
+    tenant_pin_budget: float = setting(
+        0.05,
+        "share of the pool that the pins of one tenant may hold; at most pin_budget by the number of tenants "
+        "so that none takes another's",
+        minimum=0.0,
+        maximum=0.9,
+    )
     event_ring: int = setting(
         DEFAULT_RING, "changes of the cache that are remembered", unit="events", minimum=1024, maximum=1 << 24
     )

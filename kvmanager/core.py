@@ -12,7 +12,8 @@ The caller carries effects out in their order: records, messages, copies, then s
 
 from collections.abc import Callable
 
-from kvmanager.asking import commands, introspection
+from kvmanager.asking import commands, introspection, long_text
+from kvmanager.asking.event_log import EventLog
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     Cancel,
@@ -32,6 +33,7 @@ from kvmanager.protocol import (
     StatsQuery,
     StepReport,
     Submit,
+    TextPart,
     ToManager,
     Unpin,
     Welcome,
@@ -43,6 +45,12 @@ from kvmanager.state import Effects, Policy, State
 from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy, Tier
 
+ASKED = Question | TextPart
+
+
+AT_ONCE = 4096  # events that are looked at in one go: about a millisecond
+MAX_TOO_EARLY = 256  # questions that wait for that; of more, the oldest get no answer
+
 
 class Core:
     """One start of the manager. It has no pool until `attach`, before the first runner's Hello."""
@@ -51,6 +59,7 @@ class Core:
         self.state = State(boot_id, policy, now)
         self.unix_offset = 0.0  # seconds, from the clock of `now` to Unix time
         self._pool_directory = pool_directory
+        self._too_early: list[tuple[int, Query]] = []  # questions, by client, until events are looked at
 
     def attach(
         self,
@@ -107,7 +116,7 @@ class Core:
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
-        elif client.touched and not isinstance(message, Submit) and isinstance(message, Question):
+        elif client.touched and not isinstance(message, Submit) and isinstance(message, ASKED):
             if isinstance(message, ExplainQuery | PlanQuery) and self.state.waiting.first is not None:
                 self.state.admission_due = True  # as the next tick would: a request may have its turn by now
                 self._get_on(now)
@@ -161,11 +170,13 @@ class Core:
         state.admission_due |= state.waiting.first is not None
         if state.pool is not None:
             state.pins.expire(state.pool, now)
-            state.pool.log.trim()
         for producer in state.in_flight.awaited_producers():
             if now - producer.advanced_at >= state.policy.prefix_wait and state.in_flight.withdraw(producer):
                 state.admission_due = True
-        return self._settle(now)
+        self._get_on(now)
+        if state.pool is not None:
+            self._look_at_events(now, state.pool.log)
+        return self._effects()
 
     def count_dropped(self) -> None:
         """A frame came that is no message."""
@@ -201,13 +212,32 @@ class Core:
             case _:
                 self.count_dropped()
 
+    def _look_at_events(self, now: float, log: EventLog) -> None:
+        """Some of those that answers rest on, if anybody asks; those who asked too early get them now."""
+        if self._too_early or log.is_followed:
+            log.catch_up(AT_ONCE)
+        log.trim()
+        if log.behind <= AT_ONCE:
+            asked, self._too_early = self._too_early, []
+            for client_id, message in asked:
+                client = self.state.clients.get(client_id)
+                if isinstance(client, Frontend):
+                    self._ask(now, client, message)
+
     def _ask(self, now: float, client: Frontend, message: Query) -> None:
         state = self.state
+        of_events: bool = isinstance(message, ExplainQuery) or getattr(message, "tenant", "") != ""
+        if of_events and state.pool is not None and state.pool.log.behind > AT_ONCE:
+            self._too_early.append((client.client_id, message))
+            del self._too_early[:-MAX_TOO_EARLY]
+            return
         match message:
             case StatsQuery():
                 state.send(client, introspection.statistics(state, message.query_id, now))
             case _ if introspection.fault(message):
                 self.count_dropped()
+            case TextPart():
+                long_text.take(state, client, message)
             case Pin() | Unpin() | PinsQuery():
                 self._pins(now, client, message)
             case Evict() | Clear():

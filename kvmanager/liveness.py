@@ -2,23 +2,28 @@
 
 `fcntl.lockf` locks belong to a process (no forked child keeps them) and end with it, in any container of the
 host. A lock is only ever *asked* about (F_GETLK), never tried, so that looking cannot get in the way of a
-process that takes its own. A process must not open its own lock file a second time: closing it would drop
-the lock.
+process that takes its own; only to remove the file of one that has died it is taken, for a moment, which is
+why whoever finds it taken tries again for a while. A process must not open its own lock file a second time:
+closing it would drop the lock.
 """
 
 import fcntl
 import os
 import struct
+import time
 from pathlib import Path
 
 from kvmanager.errors import PagekeeperError
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _ATTEMPTS = 16
+_PAUSE = 0.02  # seconds between two attempts at a lock that is taken
 
 
 class HeldLock:
-    """A lock file held by this process. Raises PagekeeperError ("internal") if another process holds it."""
+    """A lock file held by this process. Raises PagekeeperError ("internal") if another process holds it, and
+    goes on to for a third of a second.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,10 +36,7 @@ class HeldLock:
     @property
     def stands(self) -> bool:
         """Whether the file still has its name; else it was removed, and another process may use the name."""
-        try:
-            return os.stat(self.path).st_ino == os.fstat(self._fd).st_ino
-        except FileNotFoundError:
-            return False
+        return is_at(self._fd, self.path)
 
     def check(self) -> None:
         """Raises PagekeeperError ("internal") unless the name is still ours."""
@@ -56,22 +58,26 @@ class HeldLock:
 
 def _acquire(path: Path) -> int:
     """Open, lock, and check that the path still names what was locked (its owner may have removed it)."""
+    why = f"was removed {_ATTEMPTS} times while it was being locked"
     for _ in range(_ATTEMPTS):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            if is_at(fd, path):
                 return fd
-        except FileNotFoundError:
-            os.close(fd)
-            continue
-        except OSError as error:
-            os.close(fd)
-            raise PagekeeperError(
-                "internal", f"{path} is locked by another process; stop it or use another name"
-            ) from error
+        except OSError:
+            why = "is locked by another process; stop it or use another name"
+            time.sleep(_PAUSE)
         os.close(fd)
-    raise PagekeeperError("internal", f"{path} was removed {_ATTEMPTS} times while it was being locked")
+    raise PagekeeperError("internal", f"{path} {why}")
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Whether the open file still has that name."""
+    try:
+        return os.stat(path).st_ino == os.fstat(fd).st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 class WatchedLock:
@@ -87,12 +93,23 @@ class WatchedLock:
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, question))[0]
         return kind != fcntl.F_UNLCK
 
+    def discard(self, path: Path) -> None:
+        """Remove the file at `path`, if it is this one and nobody holds it: its process has died."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until `close`: nobody takes it meanwhile
+        except OSError:
+            return
+        if is_at(self._fd, path):
+            path.unlink()
+
     def close(self) -> None:
         os.close(self._fd)
 
 
-def held_locks(locks: Path, *, but: str) -> tuple[str, ...]:
-    """Names of the files in `locks` that another process holds; `but` (our own) is not opened."""
+def held_locks(locks: Path, *, but: str, tidy: bool = False) -> tuple[str, ...]:
+    """Names of the files in `locks` that another process holds; `but` (our own) is not opened. `tidy`: remove
+    those that nobody holds, and that are empty as lock files are.
+    """
     names = []
     for path in sorted(locks.iterdir()):
         if path.name == but:
@@ -103,5 +120,7 @@ def held_locks(locks: Path, *, but: str) -> tuple[str, ...]:
             continue
         if lock.held():
             names.append(path.name)
+        elif tidy and not path.stat().st_size:
+            lock.discard(path)
         lock.close()
     return tuple(names)

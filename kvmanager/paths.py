@@ -25,12 +25,19 @@ def default_pool_directory() -> str:
     return f"/dev/shm/pagekeeper-{os.getuid()}/default"
 
 
+def named(pool_directory: str) -> Path:
+    """Its path. Raises PagekeeperError for an empty one, which would be whatever directory one is in."""
+    if not pool_directory:
+        raise PagekeeperError("internal", "pool_directory is empty; name a directory, or leave it out")
+    return Path(pool_directory)
+
+
 def prepare(pool_directory: str) -> Path:
     """Make the directory, its `locks/` and `sockets/` (mode 0700) where absent; check that they are ours.
 
     Raises PagekeeperError ("internal") that names the directory and what to do.
     """
-    root = Path(pool_directory)
+    root = named(pool_directory)
     for directory in (root.parent, root, root / "locks", root / "sockets"):
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvmanager import memory
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import Layout
 from kvmanager.records import RecordFile, record_bytes, write_empty
@@ -30,16 +31,27 @@ class PoolFile(msgspec.Struct, frozen=True):
 
 
 def read_layout(pool_directory: str) -> tuple[Layout, int] | None:
-    """The pool's layout and its number of blocks; None if there is no (readable) pool."""
+    """The pool's layout and its number of blocks; None if there is no (readable) pool. Raises PagekeeperError
+    if what has its name is no file that we may read.
+    """
+    path = Path(pool_directory) / "layout.json"
     try:
-        data = (Path(pool_directory) / "layout.json").read_bytes()
+        data = path.read_bytes()
         pool_file = msgspec.json.decode(data, type=PoolFile)
         layout = Layout(**pool_file.layout)  # type: ignore[arg-type]
         msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout)  # checks the types of the fields
     except (FileNotFoundError, msgspec.DecodeError, TypeError):
         return None
+    except OSError as error:
+        raise not_ours(path, error) from None
     good = pool_file.format == FORMAT and pool_file.num_blocks > 0 and has_size(layout)
     return (layout, pool_file.num_blocks) if good else None
+
+
+def not_ours(path: Path, error: OSError) -> PagekeeperError:
+    """Something has the name of a file of the pool, and is none."""
+    text = f"{path} is no file of a pool ({error.strerror}); move it away, or choose another pool_directory"
+    return PagekeeperError("internal", text)
 
 
 def has_size(layout: Layout) -> bool:
@@ -74,11 +86,14 @@ def open_records(pool_directory: str, layout: Layout) -> RecordFile:
 
 
 def remove(pool_directory: str) -> bool:
-    """Remove the pool's files; True if there were any."""
+    """Remove the pool's files; True if there were any. Raises PagekeeperError where one is something else."""
     paths = [Path(pool_directory) / name for name in ("layout.json", "pins", "blocks.meta", "kv.bin")]
     existed = any(path.exists() for path in paths)
     for path in paths:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise not_ours(path, error) from None
     return existed
 
 
@@ -89,6 +104,7 @@ def create(
     now and then: a large pool takes a while.
 
     Raises PagekeeperError ("invalid_request") with the bytes wanted, those free and the setting to change.
+    A pool in memory has to fit the memory that is left, too, as its file system may allow more than that.
     """
     root = Path(pool_directory)
     if not has_size(layout):
@@ -103,6 +119,13 @@ def create(
         )
     remove(pool_directory)
     wanted = num_blocks * (layout.block_bytes + record_bytes(layout.block_size))
+    left = memory.available_for(root)
+    if left is not None and wanted > left:
+        raise PagekeeperError(
+            "invalid_request",
+            f"cannot make a pool of {wanted} bytes in {root}, which is memory: {max(left, 0)} bytes "
+            f"of it are left; lower pool_bytes (now {pool_bytes})",
+        )
     try:
         if wanted > _free_bytes(root):  # before any of it is taken: in shared memory that is everybody's
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvmanager import pool_directory
 from kvmanager.errors import PagekeeperError
 from kvmanager.liveness import HeldLock, held_locks
-from kvmanager.paths import FOLDERS, default_pool_directory, leftovers, lock_path
+from kvmanager.paths import FOLDERS, default_pool_directory, leftovers, lock_path, named
 from kvmanager.pool.block_pool import SEALED, BlockPool, BlockRecord
 from kvmanager.pool.hashing import TOKEN_BYTES
 from kvmanager.protocol import Layout
@@ -139,7 +139,7 @@ def remove(directory: str) -> int:
 
 def opened(directory: str) -> Path:
     """The directory. Raises PagekeeperError if it is none, or not ours."""
-    root = Path(directory)
+    root = named(directory)
     if not root.is_dir():
         raise PagekeeperError("internal", f"there is no directory {directory}; name it with --pool-directory")
     if (owner := root.stat().st_uid) != os.geteuid():

@@ -34,6 +34,7 @@ from kvmanager.messages.introspection import FLAG_OTHER as FLAG_OTHER
 from kvmanager.messages.introspection import FLAG_PARTIAL as FLAG_PARTIAL
 from kvmanager.messages.introspection import FLAG_PINNED as FLAG_PINNED
 from kvmanager.messages.introspection import MAX_PAGE as MAX_PAGE
+from kvmanager.messages.introspection import MAX_PART as MAX_PART
 from kvmanager.messages.introspection import At as At
 from kvmanager.messages.introspection import AuditPage as AuditPage
 from kvmanager.messages.introspection import AuditQuery as AuditQuery
@@ -59,6 +60,9 @@ from kvmanager.messages.introspection import RequestsPage as RequestsPage
 from kvmanager.messages.introspection import RequestsQuery as RequestsQuery
 from kvmanager.messages.introspection import SequenceInfo as SequenceInfo
 from kvmanager.messages.introspection import Sibling as Sibling
+from kvmanager.messages.introspection import TextPart as TextPart
+from kvmanager.messages.introspection import own_number as own_number
+from kvmanager.messages.introspection import own_numbers as own_numbers
 from kvmanager.messages.pins import Pin as Pin
 from kvmanager.messages.pins import Pinned as Pinned
 from kvmanager.messages.pins import PinsAnswer as PinsAnswer
@@ -317,7 +321,7 @@ Question = (
     | AuditQuery
     | EventsQuery
 )
-Query = StatsQuery | Pin | Unpin | PinsQuery | Question | Evict | Clear
+Query = StatsQuery | Pin | Unpin | PinsQuery | TextPart | Question | Evict | Clear
 FrontendToManager = FrontendHello | Submit | Cancel | Query
 RunnerToManager = RunnerHello | Ready | Draining | StepReport
 ToManager = FrontendToManager | RunnerToManager

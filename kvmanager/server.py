@@ -83,6 +83,7 @@ class Server:
             config.prefix_wait,
             config.resume,
             config.pin_budget,
+            config.tenant_pin_budget,
         )
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
@@ -182,7 +183,7 @@ class Server:
     def _open_pool(self) -> None:
         """Take over the pool that an earlier start has left, if it is usable."""
         directory, pool_bytes = self._config.pool_directory, self._config.pool_bytes
-        for lock in held_locks(self._root / "locks", but=LOCK_NAME):
+        for lock in held_locks(self._root / "locks", but=LOCK_NAME, tidy=True):
             self._locks[lock] = WatchedLock(lock_path(directory, lock))
         reason = (
             "reset_pool" if self._config.reset_pool else pool_directory.why_unusable(directory, pool_bytes)
@@ -365,7 +366,11 @@ class Server:
     # --- who lives ------------------------------------------------------------
 
     def _watch(self, now: float) -> None:
-        for name in [name for name, lock in self._locks.items() if not lock.held()]:
+        if all(lock.held() for lock in self._locks.values()):
+            return
+        self._receive()  # the last that they have said
+        for name, lock in [(name, lock) for name, lock in self._locks.items() if not lock.held()]:
+            lock.discard(self._root / "locks" / name)
             self._replace_lock(name, None)
             log.info("event=died lock=%r", name)
             self._carry_out(self._core.process_died(now, name))

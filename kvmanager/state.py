@@ -16,7 +16,7 @@ from kvmanager.scheduling.requests import ActiveStart, Ended, Request, RequestSt
 from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy
 
-MAX_ENDED = 256  # requests that are gone, kept for those who ask
+MAX_ENDED = 256  # requests of a tenant that are gone, kept for those who ask
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Policy:
     prefix_wait: float = 10.0  # seconds without progress after which nobody waits for a sequence's prefix
     resume: str = "auto"  # how content comes back from the tier: see Tiering
     pin_budget: float = 0.25  # share of the pool that pins may hold
+    tenant_pin_budget: float = 0.05  # of that, what those of one tenant may hold
     growth_room: float = 0.2  # share of the pool that starts leave to the growth of what runs, at most
 
 
@@ -84,12 +85,15 @@ class State:
         self.runners: list[Runner] = []
         self.quarantines: dict[str, Quarantine] = {}  # by lock
         self.survivors: set[str] = set()  # locks of an earlier start's processes without a used session
-        self.pins = Pins(policy.pin_budget)
+        self.pins = Pins(policy.pin_budget, policy.tenant_pin_budget)
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
-        self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+        self.ended: dict[str, deque[Ended]] = {}
+        """By tenant: what of one is shown does not depend on how many others have."""
         self.sweeps: OrderedDict[tuple[int, Any], Sweep] = OrderedDict()
         """By client and command."""
+        self.texts: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        """Beginnings of texts that are asked about, by client and question: see `long_text`."""
         self.counters = Counters()
         self.last_client_id = 0
         self.last_start_id = 0
@@ -102,9 +106,12 @@ class State:
     def send(self, client: Client, message: Any) -> None:
         self.effects.messages.append((client.client_id, message))
 
-    def at(self) -> At:
-        """Which state this is, for answers."""
-        return At(self.boot_id, self.pool.log.last if self.pool is not None else 0)
+    def at(self, tenant: str = "") -> At:
+        """Which state this is, for answers: a tenant's is numbered by its own events."""
+        if self.pool is None:
+            return At(self.boot_id, 0)
+        log = self.pool.log
+        return At(self.boot_id, log.own(tenant_bytes(tenant)).last if tenant else log.last)
 
     def sequences(self, tenant: str = "") -> list[Sequence]:
         """Every sequence that runs; or those of a tenant alone."""
@@ -130,7 +137,8 @@ class State:
             self.admission_due = True
         request.state = RequestState.GONE
         submit, info = request.submit, request.describe("ended", 0.0)
-        self.ended.append(Ended(request.serial, submit.tenant, submit.arrival, info))
+        ended = self.ended.setdefault(submit.tenant, deque(maxlen=MAX_ENDED))
+        ended.append(Ended(submit.tenant, submit.arrival, info))
         frontend: Frontend = request.frontend
         del frontend.requests[submit.request_id]
         frontend.remember(submit.request_id, submit.attempt, request.counted)
@@ -141,8 +149,7 @@ class State:
         self.forget(request)
         if active is not None:
             if active.state is StartState.RUNNING:
-                active.runner.outbox.cancels.append(active.start_id)
-                self.withdraw(active)
+                active.runner.outbox.cancels.append(active.start_id)  # its step goes on: who waits, waits
             active.state = StartState.CANCELLING
 
     def withdraw(self, active: ActiveStart) -> None:

@@ -22,6 +22,9 @@ from services.errors import ApiError
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 """What load balancers, scrapers and tools ask without a key."""
 
+METRICS_PATH: Final = "/metrics"
+"""They count what all do: where there are tenants, for an admin's key only."""
+
 UI_PATH: Final = "/kv/ui"
 """The page holds nothing secret, and asks for the key itself."""
 
@@ -56,11 +59,17 @@ class ApiKeys:
         keys = read_keys(config)
         self._known = [(hashlib.sha256(key).digest(), principal) for key, principal in principals(keys)]
         self._nobody = without_keys(config)
+        self._guarded = bool(keys.tenant)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             found = self._find(Headers(scope=scope).get("authorization", "")) if self._known else self._nobody
-            if found is None and not is_open(scope["path"]):
+            guarded = self._guarded and scope["path"] == METRICS_PATH
+            if guarded and found is not None and found.kind != "admin":
+                text = f"{METRICS_PATH} is for admin keys only, as this server has tenants"
+                await ApiError(403, text, code="forbidden").response()(scope, receive, send)
+                return
+            if found is None and (guarded or not is_open(scope["path"])):
                 await _refusal(Headers(scope=scope).get("authorization", "")).response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["principal"] = found or USER
@@ -149,7 +158,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 def is_open(path: str) -> bool:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -19,12 +19,16 @@ from kvmanager.client import AsyncManagerClient, check_socket
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
+    MAX_PART,
     Answer,
     Cancel,
+    ExplainQuery,
+    PlanQuery,
     Query,
     Stats,
     StatsQuery,
     Submit,
+    TextPart,
     decode_token_batch,
 )
 from services.api.generation import Generation
@@ -134,7 +138,8 @@ class Backend:
         query_id = self._next_query
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
-        self._send(message(query_id))
+        for each in in_parts(message(query_id)):
+            self._send(each)
         try:
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError:
@@ -271,3 +276,18 @@ class Backend:
         elif last:
             self._metrics.observe(ITL, (now - last) / new, new)
         self._metrics.count(GENERATION_TOKENS, new)
+
+
+def in_parts(query: Query) -> Iterator[Query]:
+    """A question about a long text as the messages that bring it."""
+    if not isinstance(query, ExplainQuery | PlanQuery):
+        yield query
+        return
+    tokens = query.token_ids
+    if len(tokens) <= MAX_PART:
+        yield query
+        return
+    for start in range(0, len(tokens) - 1, MAX_PART):
+        part = tokens[start : min(start + MAX_PART, len(tokens) - 1)]
+        yield TextPart(query.query_id, part, query.cache_salt, query.tenant)
+    yield msgspec.structs.replace(query, token_ids=tokens[-1:])

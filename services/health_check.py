@@ -1,7 +1,8 @@
 """`python -m services.health_check kvmanager|runner|frontend`: is the process well? Exit status 0 or 1.
 
 - kvmanager: it answers a message. (One under a session that does not exist: the answer is `Fenced`.)
-- runner: it is attached to the pool: a lock whose name begins with `runner-<this host>` is held.
+- runner: it is attached to the pool, and gets on: a lock whose name begins with `runner-<this host>` is held,
+  and was touched within `SILENCE` seconds.
 - frontend: its `/ready` answers 200.
 
 Each takes the same settings from the environment as the process itself.
@@ -11,6 +12,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,10 +20,12 @@ import zmq
 
 from kvmanager.client import default_pool_directory, manager_endpoint
 from kvmanager.protocol import Fenced, Session, decode_to_frontend, encode
+from services.supervisor.heartbeats import modified
 from services.supervisor.lock_files import held
 from services.supervisor.ready import fetch
 
 TIMEOUT = 2.0  # seconds
+SILENCE = 30.0  # seconds; one that runs touches its lock file several times in each
 
 
 def pool_directory(environ: Mapping[str, str]) -> str:
@@ -46,7 +50,11 @@ def runner(environ: Mapping[str, str]) -> str:
     """What is wrong with this host's runner; "" if nothing is."""
     locks = Path(pool_directory(environ), "locks")
     name = environ.get("PAGEKEEPER_NAME") or f"runner-{socket.gethostname()}"
-    return "" if any(held(lock) for lock in locks.glob(f"{name}*")) else f"no lock {name}* is held in {locks}"
+    held_ones = [lock for lock in locks.glob(f"{name}*") if held(lock)]
+    if not held_ones:
+        return f"no lock {name}* is held in {locks}"
+    silent = time.time() - max(modified(lock) for lock in held_ones) / 1e9
+    return "" if silent < SILENCE else f"{name} has made no progress for {silent:.0f} s"
 
 
 def frontend(environ: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from services.api.openai_types import ChatRequest, CompletionRequest, Detokenize
 from services.errors import ErrorEnvelope
 from services.kv import answers, state_answers, types
 from services.kv.pages import MAX_BLOCK_ID, MAX_CURSOR_CHARS, MAX_LEVELS, MAX_MAP, MAX_NODES, MAX_QUERY_CHARS
-from services.kv.state import MAX_CURSOR_DIGITS, REQUEST_STATES
+from services.kv.state import MAX_REQUEST_CURSOR, REQUEST_STATES
 from services.kv.tree import SORTS
 
 Schema = dict[str, Any]
@@ -139,7 +139,7 @@ CACHE: Final = (
         "cache",
         "One block, with its text and who holds it.",
         answer=answers.BlockAnswer,
-        parameters=(Parameter("id", _number(0, MAX_BLOCK_ID), "its number", "path", True),),
+        parameters=(Parameter("id", _number(0, (1 << 48) - 1), "its number", "path", True),),
     ),
     Operation(
         "GET",
@@ -165,7 +165,7 @@ CACHE: Final = (
         answer=state_answers.RequestsAnswer,
         parameters=(
             Parameter("state", _choice(*REQUEST_STATES), "only these"),
-            Parameter("cursor", _text(MAX_CURSOR_DIGITS), "`next_cursor` of the page before"),
+            Parameter("cursor", _text(MAX_REQUEST_CURSOR), "`next_cursor` of the page before"),
             Parameter("limit", _number(1, 2048, 256), "how many"),
         ),
     ),

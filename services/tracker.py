@@ -230,7 +230,7 @@ class Tracker:
             sampling=request.sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            read_cache=request.read_cache,
+            read_cache=request.read_cache or request.started,  # the prompt's log-probabilities are there then
             tenant=request.tenant,
         )
 

@@ -52,6 +52,7 @@ SHELL = {
     "pool_tool",
     "records",
     "liveness",
+    "memory",
     "tier_file",
     "pin_file",
     "disk_tier",

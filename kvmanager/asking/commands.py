@@ -31,10 +31,10 @@ def command(state: State, frontend: Frontend, message: Evict | Clear, now: float
     """Do a part of it, or say why not."""
     pool = state.pool
     if pool is None:
-        return Cleared(message.query_id, state.at())
+        return Cleared(message.query_id, state.at(message.tenant))
     if not pool.may_evict:
         text = "processes of an earlier start may still read any block; try again when they are connected"
-        return Cleared(message.query_id, state.at(), code="not_ready", message=text)
+        return Cleared(message.query_id, state.at(message.tenant), code="not_ready", message=text)
     if isinstance(message, Clear) and not message.force:
         blockers = tuple(islice(blocking(state, pool, now, message.tenant), MAX_BLOCKERS))
         if blockers:
@@ -51,7 +51,7 @@ def command(state: State, frontend: Frontend, message: Evict | Clear, now: float
         pool.log.cleared()
     pool.log.cause = "capacity"
     state.admission_due = True
-    return Cleared(message.query_id, state.at(), sweep.evicted, sweep.in_use, more=more)
+    return Cleared(message.query_id, state.at(message.tenant), sweep.evicted, sweep.in_use, more=more)
 
 
 def go_on(sweep: Sweep) -> bool:
@@ -129,7 +129,7 @@ def refusal(state: State, pool: BlockPool, message: Clear, blockers: tuple[Holde
     in_use = len(set().union(*tables))
     return Cleared(
         message.query_id,
-        state.at(),
+        state.at(message.tenant),
         in_use=in_use,
         blockers=blockers,
         code="in_use",

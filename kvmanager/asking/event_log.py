@@ -8,13 +8,18 @@ The numbers rise by one within a start of the manager. A ring keeps the last one
 of what was evicted.
 """
 
+from collections import deque
+from itertools import islice
 from typing import Final, Literal, NamedTuple
 
+from msgspec.structs import replace
+
 from kvmanager.messages.events import CacheEvent
-from kvmanager.messages.introspection import Cause
-from kvmanager.pool.hashing import NOTHING, Held
+from kvmanager.messages.introspection import Cause, own_number
+from kvmanager.pool.hashing import NOTHING, TENANT_BYTES, Held
 
 DEFAULT_RING = 1 << 16  # events
+OWN_RING = 1 << 12  # events of one tenant
 
 Kind = Literal["stored", "removed", "cleared"]
 TierName = Literal["pool", "disk"]
@@ -23,6 +28,7 @@ RawEvent = tuple[int, float, Kind, TierName, Held, int, Cause | Literal[""], "As
 
 STORED, REMOVED, CLEARED = range(3)
 ON_DISK = 4
+REMOVALS = (REMOVED, REMOVED | ON_DISK)
 KINDS: Final[tuple[Kind, ...]] = ("stored", "removed", "cleared")
 
 
@@ -34,6 +40,45 @@ class Asker(NamedTuple):
 
 
 NOBODY = Asker("", b"")
+
+
+class OwnEvents:
+    """A tenant's own events with numbers of their own, from when it first asked: whatever others do, it reads
+    the same. Names of others' requests are left out.
+    """
+
+    __slots__ = ("_kept", "_prefix", "last")
+
+    def __init__(self, prefix: bytes) -> None:
+        self.last = 0
+        self._prefix = prefix  # of the tenant's salts
+        self._kept: deque[RawEvent] = deque(maxlen=OWN_RING)
+
+    def take(self, kept: RawEvent) -> None:
+        self.last += 1
+        self._kept.append(kept)
+
+    def leap(self) -> None:
+        """Some were lost."""
+        self.last += 1
+        self._kept.clear()
+
+    def has(self, after: int) -> bool:
+        """As of `EventLog`."""
+        return self.last - len(self._kept) <= after <= self.last
+
+    def since(self, after: int, limit: int) -> list[CacheEvent]:
+        """As of `EventLog`."""
+        assert self.has(after)
+        start = after - (self.last - len(self._kept))
+        kept = islice(self._kept, start, start + limit)
+        return [self._told(number, each) for number, each in enumerate(kept, after + 1)]
+
+    def _told(self, number: int, kept: RawEvent) -> CacheEvent:
+        event = replace(_event(kept), sequence=number, block=own_number(kept[4][0]))
+        if not event.request_id or kept[-1].salt.startswith(self._prefix):
+            return event
+        return replace(event, request_id="")
 
 
 class EventLog:
@@ -52,6 +97,7 @@ class EventLog:
         "_kinds",
         "_looked_up_to",
         "_older_removals",
+        "_own",
         "_removals",
         "_times",
         "asker",
@@ -76,7 +122,8 @@ class EventLog:
         self._blocks = [-1] * size
         self._causes: list[Cause] = ["capacity"] * size  # of removals
         self._askers = [NOBODY] * size
-        self._looked_up_to = 0  # number of the last event that was looked at for `_removals`, when asked
+        self._own: dict[bytes, OwnEvents] = {}  # by what a tenant's salts begin with; of those that asked
+        self._looked_up_to = 0  # number of the last event that was looked at for `_removals` and `_own`
         self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
         self._older_removals: dict[
             bytes, int
@@ -113,10 +160,7 @@ class EventLog:
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""
-        for number in range(max(self._looked_up_to, self.last - self.size) + 1, self.last + 1):
-            if self._kinds[number % self.size] & ~ON_DISK == REMOVED:
-                self._removals[self._contents[number % self.size][0]] = number
-        self._looked_up_to = self.last
+        self.catch_up(self.size)
         number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
         return _event(self._raw(number)) if number and self.has(number - 1) else None
 
@@ -124,6 +168,11 @@ class EventLog:
         """For whom something was removed; nobody if it was for no request, or too long ago."""
         kept = event.request_id and self.has(event.sequence - 1)
         return self._askers[event.sequence % self.size] if kept else NOBODY
+
+    def own(self, prefix: bytes) -> OwnEvents:
+        """Those of the tenant whose salts begin so."""
+        self.catch_up(self.size)
+        return self._own.get(prefix) or self._own.setdefault(prefix, OwnEvents(prefix))
 
     def has(self, after: int) -> bool:
         """Whether all events after that number are still here, and such a number has been."""
@@ -152,6 +201,34 @@ class EventLog:
             self._causes[place] if kind != "stored" else "",
             self._askers[place] if removal else NOBODY,
         )
+
+    @property
+    def behind(self) -> int:
+        """Events that were not looked at. `removal` and `own` look at all of them, which takes its time where
+        they are many; nobody else needs that.
+        """
+        return min(self.last - self._looked_up_to, self.size)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether tenants have asked for events of their own, so that none must be missed."""
+        return bool(self._own)
+
+    def catch_up(self, limit: int) -> None:
+        """Look at so many events at most."""
+        first = max(self._looked_up_to, self.last - self.size) + 1
+        for own in self._own.values() if first > self._looked_up_to + 1 else ():
+            own.leap()
+        end = min(first + limit, self.last + 1)
+        size, kinds, contents, removals = self.size, self._kinds, self._contents, self._removals
+        for number in range(first, end):
+            place = number % size
+            digest, _, salt, _ = contents[place]
+            if kinds[place] in REMOVALS:
+                removals[digest] = number
+            if salt and (mine := self._own.get(salt[:TENANT_BYTES])) is not None:
+                mine.take(self._raw(number))
+        self._looked_up_to = end - 1
 
 
 def _event(kept: RawEvent) -> CacheEvent:

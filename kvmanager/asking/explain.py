@@ -2,12 +2,18 @@
 it ends.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
+from kvmanager.asking import long_text
+from kvmanager.asking.long_text import LongText
 from kvmanager.pool.block_pool import BlockPool
-from kvmanager.pool.hashing import tenant_bytes
+from kvmanager.pool.hashing import TOKEN_BYTES, block_hash, tenant_bytes
 from kvmanager.protocol import (
     MAX_CHOICES,
+    MAX_PAGE,
+    BlockRef,
     Choice,
     Eviction,
     ExplainQuery,
@@ -16,6 +22,7 @@ from kvmanager.protocol import (
     SamplingParams,
     Sibling,
     Submit,
+    own_numbers,
 )
 from kvmanager.scheduling import admission
 from kvmanager.scheduling.clients import Frontend
@@ -23,8 +30,8 @@ from kvmanager.scheduling.requests import Group, Request
 from kvmanager.state import State
 
 
-def as_submit(query: ExplainQuery | PlanQuery, now: float) -> Submit:
-    """What a frontend would send for it."""
+def as_submit(query: ExplainQuery | PlanQuery, text: LongText | None, now: float) -> Submit:
+    """What a frontend would send for it. `text`: all of it, where a part had come before."""
     choices, max_tokens, priority = 1, 1, 0
     if isinstance(query, PlanQuery):
         choices, max_tokens, priority = query.num_choices, query.max_tokens, query.priority
@@ -32,7 +39,7 @@ def as_submit(query: ExplainQuery | PlanQuery, now: float) -> Submit:
         "asked",
         0,
         now,
-        query.token_ids,
+        query.token_ids if text is None else text.tokens,  # type: ignore[arg-type]  # as good
         tuple(Choice(index) for index in range(min(choices, MAX_CHOICES + 1))),
         SamplingParams(max_tokens, 0),
         priority,
@@ -43,43 +50,56 @@ def as_submit(query: ExplainQuery | PlanQuery, now: float) -> Submit:
 
 def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -> Explanation:
     """Changes nothing. The tokens must be such as can be submitted."""
-    pool, number = state.pool, len(query.token_ids)
+    text = long_text.whole(state, frontend, query)
+    pool, number = state.pool, len(query.token_ids if text is None else text.tokens)
     if pool is None or not number:
-        return Explanation(query.query_id, state.at(), number, 0, 0, (), 0, "never_seen")
-    request = Request(frontend, as_submit(query, now), state.last_serial + 1)
-    plan = admission.decide(state, pool, request, now).plan or admission.plan_start(pool, request)
+        return Explanation(query.query_id, state.at(query.tenant), number, 0, 0, (), 0, "never_seen")
+    request = Request(frontend, as_submit(query, text, now), state.last_serial + 1)
+    if text is not None:
+        request.groups = [text]
+    decision = admission.decide(state, pool, request, now)
+    plan = decision.plan or admission.plan_start(pool, request)
     awaited = admission.in_flight(state, pool, request, plan)
     (group,), (found,) = request.groups, plan.found
     blocks, tier_blocks, shared = list(found.blocks), 0, found.num_shared
     if awaited is None and state.tiering is not None:
-        copies = state.tiering.copies_for(pool, request, [found.blocks], now)
+        copies = decision.copies
+        if decision.outcome != "start" and copies is None:
+            copies = state.tiering.copies_for(pool, request, [found.blocks], now)
         if copies is not None:
             blocks, tier_blocks = copies.found, len(copies.missing)
             shared = alike(pool, group, request.salt, len(blocks) + tier_blocks)[1]
     reach = len(blocks) + tier_blocks
-    sibling = nearest(pool, group, request.salt, reach, shared)
+    sibling = nearest(pool, group, request.salt, reach, shared, query.tenant)
     explanation = Explanation(
         query.query_id,
-        state.at(),
+        state.at(query.tenant),
         number,
         reach * pool.block_size + shared,
         pool.block_size,
-        pool.refs(blocks),
+        told(pool, blocks[:MAX_PAGE], query.tenant),
         tier_blocks,
         "partial" if shared else "never_seen",
         sibling,
+        more_blocks=len(blocks[MAX_PAGE:]),
     )
     if explanation.num_cached_tokens >= number - 1:
         return msgspec.structs.replace(explanation, reason="hit")
     if awaited is not None:
         producer = state.in_flight.producers[awaited]
         return msgspec.structs.replace(explanation, reason="being_computed", computed_by=producer.request_id)
-    full = group.blocks(pool, request.salt)
-    eviction = end_of(pool, full[reach][0], query.tenant) if reach < len(full) else None
+    eviction = end_of_more(pool, group, request.salt, reach, shared, query.tenant)
     if eviction is None:
         return explanation
     reason = "other_layout" if eviction.cause == "other_layout" else "evicted"
     return msgspec.structs.replace(explanation, reason=reason, eviction=eviction)
+
+
+def told(pool: BlockPool, blocks: Iterable[int], tenant: str) -> tuple[BlockRef, ...]:
+    """As whoever asks knows these blocks."""
+    if not tenant:
+        return pool.refs(blocks)
+    return tuple([(number, 0) for number in own_numbers([pool.block_hash[block] for block in blocks])])
 
 
 def rest_of(pool: BlockPool, group: Group, reach: int) -> bytes:
@@ -98,13 +118,32 @@ def alike(pool: BlockPool, group: Group, salt: bytes, reach: int) -> tuple[int, 
     return pool.children.most_alike(parent + salt, rest_of(pool, group, reach))
 
 
-def nearest(pool: BlockPool, group: Group, salt: bytes, reach: int, shared: int) -> Sibling | None:
+def nearest(
+    pool: BlockPool, group: Group, salt: bytes, reach: int, shared: int, tenant: str
+) -> Sibling | None:
     """The block that begins most like the text there, though it may share nothing."""
     key = parent_of(pool, group, salt, reach) + salt
     block = pool.children.nearest(key, rest_of(pool, group, reach))
     if block is None:
         return None
-    return Sibling(pool.ref(block), tuple(memoryview(pool.tokens[block]).cast("I")), shared)
+    return Sibling(told(pool, [block], tenant)[0], tuple(memoryview(pool.tokens[block]).cast("I")), shared)
+
+
+def end_of_more(
+    pool: BlockPool, group: Group, salt: bytes, reach: int, shared: int, tenant: str
+) -> Eviction | None:
+    """The end of what followed there: the next full block, or the longest tail of an earlier sequence that
+    the text goes on from. Of what was only alike in part nothing is known any more.
+    """
+    full = group.blocks(pool, salt)
+    if reach < len(full) and (found := end_of(pool, full[reach][0], tenant)) is not None:
+        return found
+    parent, rest = parent_of(pool, group, salt, reach), rest_of(pool, group, reach)
+    for end in range(min(len(rest), pool.block_bytes - TOKEN_BYTES), shared * TOKEN_BYTES, -TOKEN_BYTES):
+        found = end_of(pool, block_hash(parent, rest[:end], salt), tenant)
+        if found is not None:
+            return found
+    return None
 
 
 def end_of(pool: BlockPool, digest: bytes, tenant: str) -> Eviction | None:

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from itertools import islice
 
+import msgspec
+
+from kvmanager.asking.explain import told
 from kvmanager.pool.block_pool import STATE_NAMES, BlockPool
 from kvmanager.pool.block_table import Sequence
 from kvmanager.pool.hashing import tenant_bytes
@@ -15,6 +18,7 @@ from kvmanager.protocol import (
     HoldersAnswer,
     HoldersQuery,
     ProcessInfo,
+    own_number,
 )
 from kvmanager.scheduling.clients import Frontend, Quarantine, Runner
 from kvmanager.scheduling.pins import NamedPin
@@ -28,14 +32,15 @@ def holders_answer(state: State, query: HoldersQuery, now: float) -> HoldersAnsw
     """A tenant is told of its own sequences and pins, and of no process."""
     found = sorted(holders(state, now, query.tenant), key=lambda each: -each.blocks)
     shown = () if query.tenant else tuple(processes(state, now))
-    return HoldersAnswer(query.query_id, state.at(), shown, tuple(found[:MAX_PAGE]), len(found))
+    return HoldersAnswer(query.query_id, state.at(query.tenant), shown, tuple(found[:MAX_PAGE]), len(found))
 
 
 def holders(state: State, now: float, tenant: str = "") -> Iterator[HolderInfo]:
     """Everyone who holds a block; or those of a tenant alone."""
     for runner in state.runners:
         for sequence in runner_sequences(runner, tenant):
-            yield sequence_holder(runner, sequence, now)
+            holder = sequence_holder(runner, sequence, now)
+            yield without_runner(holder) if tenant else holder
     for pin in state.pins.of(tenant):
         yield HolderInfo("pin", pin.name, "", len(pin.blocks))
     if tenant:
@@ -68,6 +73,11 @@ def sequence_holder(runner: Runner, sequence: Sequence, now: float) -> HolderInf
     name = runner.hello.name
     stuck = silent >= STUCK_AFTER
     return HolderInfo("sequence", sequence.request_id, name, blocks, sequence.choice, silent, stuck)
+
+
+def without_runner(holder: HolderInfo) -> HolderInfo:
+    """For a tenant: where it runs, and how busy that is, depends on others."""
+    return msgspec.structs.replace(holder, client="", seconds_silent=0.0, stuck=False)
 
 
 def credits_holder(runner: Runner, now: float) -> HolderInfo:
@@ -130,40 +140,46 @@ def frontend_process(frontend: Frontend) -> ProcessInfo:
 def block_detail(state: State, query: BlockQuery, now: float) -> BlockDetail:
     """All about a block, if there is one and the tenant may see it."""
     pool, block = state.pool, query.block_id
+    if pool is not None and query.block_hash:
+        block = pool.index.primary.get(query.block_hash, -1)
     if pool is None or not 0 <= block < pool.num_blocks or not may_see(state, pool, block, query.tenant):
-        return BlockDetail(query.query_id, state.at())
+        return BlockDetail(query.query_id, state.at(query.tenant))
+    tenant = query.tenant
     listed = tuple(info for holder in pool.ledger.holders(block) for info in describe(state, holder, now))
+    if tenant:
+        listed = tuple(without_runner(holder) for holder in listed if holder.kind in ("sequence", "pin"))
+    (ref,), ref_count = told(pool, [block], tenant), len(listed) if tenant else pool.ledger.ref_count(block)
     tokens = memoryview(pool.tokens[block]).cast("I")
     if not tokens:
         return BlockDetail(
             query.query_id,
-            state.at(),
-            pool.ref(block),
+            state.at(query.tenant),
+            ref,
             STATE_NAMES[pool.state[block]],
-            pool.ledger.ref_count(block),
+            ref_count,
             listed,
         )
     digest, parent = pool.block_hash[block], pool.parent_hash[block]
     above = pool.index.find(parent)
     return BlockDetail(
         query.query_id,
-        state.at(),
-        pool.ref(block),
+        state.at(query.tenant),
+        ref,
         STATE_NAMES[pool.state[block]],
-        pool.ledger.ref_count(block),
+        ref_count,
         listed,
         digest.hex(),
         parent.hex(),
-        -1 if above is None else above,
+        -1 if above is None else above if not tenant else own_number(parent),
         first_token(pool, block),
         tuple(tokens),
         now - pool.sealed_at[block],
         pool.hits[block],
-        tuple(other for other in pool.index.blocks(digest) if other != block),
+        () if tenant else tuple(other for other in pool.index.blocks(digest) if other != block),
         len(pool.children.of(digest + pool.salt[block])),
         tuple(pin.name for pin in pool.ledger.holders(block) if isinstance(pin, NamedPin)),
         state.tiering is not None and digest in state.tiering.tier,
-        eviction_rank(pool, block),
+        -1 if tenant else eviction_rank(pool, block),
     )
 
 

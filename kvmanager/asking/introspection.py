@@ -27,6 +27,7 @@ from kvmanager.protocol import (
     RunnerStats,
     Stats,
     StatsQuery,
+    TextPart,
     TierStats,
 )
 from kvmanager.scheduling.clients import Frontend
@@ -37,7 +38,7 @@ def fault(message: Query) -> str:
     """Why this cannot even be refused: it comes from no frontend of ours. Empty for a good one."""
     if isinstance(message, StatsQuery | AuditQuery):
         return ""
-    if isinstance(message, ExplainQuery | PlanQuery | Evict):
+    if isinstance(message, ExplainQuery | PlanQuery | TextPart | Evict):
         tokens = message.token_ids
         if len(tokens) > MAX_PROMPT_TOKENS or (
             tokens and not 0 <= min(tokens) <= max(tokens) < MAX_VOCABULARY

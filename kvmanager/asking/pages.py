@@ -7,9 +7,7 @@ alone, whatever the pool's size is.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
-from kvmanager.asking.event_log import EventLog
+from kvmanager.asking.event_log import EventLog, OwnEvents
 from kvmanager.pool.block_pool import CACHED, FREE, BlockPool
 from kvmanager.pool.hashing import NO_HASH, NO_SALT, TOKEN_BYTES, tenant_bytes
 from kvmanager.protocol import (
@@ -21,7 +19,6 @@ from kvmanager.protocol import (
     At,
     BlocksPage,
     BlocksQuery,
-    CacheEvent,
     EventsPage,
     EventsQuery,
 )
@@ -83,7 +80,7 @@ class Columns:
 
 def blocks_page(state: State, query: BlocksQuery, now: float) -> BlocksPage:
     """`first` beyond the end gives an empty page. One with content is shorter than MAX_PAGE."""
-    pool, at = state.pool, state.at()
+    pool, at = state.pool, state.at(query.tenant)
     if pool is None:
         return BlocksPage(query.query_id, at, 0, 0, 0, 0, b"", b"", (), (), b"")
     tier = state.tiering.tier if state.tiering is not None else None
@@ -177,25 +174,12 @@ def tier_columns(state: State, query: BlocksQuery, first: int, end: int) -> Colu
 
 
 def events_page(state: State, query: EventsQuery) -> EventsPage:
-    """For a tenant: those of its own content. The page still says how far it has looked."""
-    log = state.pool.log if state.pool is not None else EventLog(1)
-    now_at = state.at()
+    """For a tenant: those of its own content, in numbers of its own."""
+    every = state.pool.log if state.pool is not None else EventLog(1)
+    log: EventLog | OwnEvents = every.own(tenant_bytes(query.tenant)) if query.tenant else every
+    now_at = state.at(query.tenant)
     if query.boot_id != state.boot_id or not log.has(query.after):
         return EventsPage(query.query_id, now_at, (), gap=bool(query.boot_id))
     events = log.since(query.after, min(max(query.limit, 1), MAX_PAGE))
     last = events[-1].sequence if events else log.last
-    if query.tenant:
-        prefix = tenant_bytes(query.tenant)
-        events = [
-            masked(log, event, prefix)
-            for event in events
-            if event.salt.startswith(prefix) or event.kind == "cleared"
-        ]
     return EventsPage(query.query_id, At(state.boot_id, last), tuple(events), more=last < now_at.sequence)
-
-
-def masked(log: EventLog, event: CacheEvent, prefix: bytes) -> CacheEvent:
-    """Without the name of another tenant's request."""
-    if not event.request_id or log.asker_of(event).salt.startswith(prefix):
-        return event
-    return msgspec.structs.replace(event, request_id="")

@@ -4,7 +4,8 @@ from itertools import islice
 
 import msgspec
 
-from kvmanager.asking.explain import as_submit
+from kvmanager.asking import long_text
+from kvmanager.asking.explain import as_submit, told
 from kvmanager.pool.block_pool import FREE, BlockPool
 from kvmanager.pool.hashing import tenant_bytes
 from kvmanager.protocol import MAX_PAGE, Outcome, PlanAnswer, PlanQuery
@@ -17,15 +18,19 @@ from kvmanager.state import State
 
 def plan(state: State, frontend: Frontend, query: PlanQuery, now: float) -> PlanAnswer:
     """Changes nothing."""
+    text = long_text.whole(state, frontend, query)
     try:
-        request = submissions.accept(state, frontend, as_submit(query, now), now)
+        request = submissions.accept(state, frontend, as_submit(query, text, now), now)
     except submissions.Refusal as refusal:
-        return PlanAnswer(query.query_id, state.at(), "refuse", refusal.message)
+        return PlanAnswer(query.query_id, state.at(query.tenant), "refuse", refusal.message)
     pool = state.pool
     assert pool is not None, "a request is not accepted before there is a pool"
+    if text is not None:
+        text.choices = request.groups[0].choices
+        request.groups = [text]
     decision = admission.decide(state, pool, request, now)
     if decision.outcome == "refuse":
-        return PlanAnswer(query.query_id, state.at(), "refuse", decision.reason)
+        return PlanAnswer(query.query_id, state.at(query.tenant), "refuse", decision.reason)
     looked_up = decision.plan or admission.plan_start(pool, request)
     return answer(state, pool, query, request, decision, looked_up)
 
@@ -48,21 +53,22 @@ def answer(
     seen = tenant_bytes(query.tenant)
     plan_answer = PlanAnswer(
         query.query_id,
-        state.at(),
+        state.at(query.tenant),
         outcome,
         "",
-        decision.runner.hello.name if decision.runner is not None else "",
-        pool.refs(hits),
-        pool.ref(first.source) if first.num_shared else None,
+        decision.runner.hello.name if decision.runner is not None and not query.tenant else "",
+        told(pool, hits[:MAX_PAGE], query.tenant),
+        told(pool, [first.source], query.tenant)[0] if first.num_shared else None,
         first.num_shared,
         len(first.blocks) * size + first.num_shared,
         promote,
         found.new_blocks,
         most - len(first.blocks),
-        pool.refs([block for block in evicted if pool.salt[block].startswith(seen)]),
+        told(pool, [block for block in evicted if pool.salt[block].startswith(seen)], query.tenant),
         tuple(each.submit.request_id for each in victims if query.tenant in ("", each.submit.tenant)),
         awaited,
         sum(query.tenant in ("", each.submit.tenant) for each in ahead),
+        len(hits[MAX_PAGE:]),
     )
     return msgspec.structs.replace(plan_answer, message=in_words(plan_answer, size))
 
@@ -70,20 +76,21 @@ def answer(
 def evictions(state: State, pool: BlockPool, decision: Decision, found: Plan, hits: list[int]) -> list[int]:
     """Cached blocks that would make room at once, in order: what is held first is not among them."""
     if decision.outcome == "start":
-        wanted, held = found.new_blocks, {*hits, *(each.source for each in found.found if each.num_shared)}
+        wanted, held = found.new_blocks, [each.source for each in found.found if each.num_shared] + hits
     elif decision.copies is not None and state.tiering is not None:
         promoting = state.tiering.tier.promoting
         wanted = sum(digest not in promoting for digest in decision.copies.missing)
-        held = set(decision.copies.found)
+        held = decision.copies.found
     else:
         return []
     missing = min(max(wanted - pool.counts[FREE], 0), MAX_PAGE)
-    return list(islice((block for block in pool.evictable() if block not in held), missing))
+    kept = set(held) if missing else set()
+    return list(islice((block for block in pool.evictable() if block not in kept), missing))
 
 
 def in_words(plan: PlanAnswer, block_size: int) -> str:
     """What happens first, with the numbers."""
-    reuses = f"{len(plan.reuse)} cached blocks of {block_size} tokens"
+    reuses = f"{len(plan.reuse) + plan.more_reused} cached blocks of {block_size} tokens"
     if plan.num_copied_tokens:
         reuses += f" and {plan.num_copied_tokens} tokens copied from another"
     takes = f"it reuses {reuses}, and takes {plan.allocate} fresh blocks"
@@ -91,7 +98,7 @@ def in_words(plan: PlanAnswer, block_size: int) -> str:
         takes += f", for which {len(plan.evict)} cached ones are evicted"
     match plan.outcome:
         case "start":
-            return f"it starts now on {plan.runner!r}: {takes}"
+            return f"it starts now{f' on {plan.runner!r}' if plan.runner else ''}: {takes}"
         case "wait_for_turn":
             return f"it waits for its turn behind {plan.ahead or 'other'} requests; then {takes}"
         case "wait_for_prefix":

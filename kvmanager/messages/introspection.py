@@ -4,9 +4,13 @@ imported.
 Every answer names the manager's start and the number of the last event of the cache that it knows of (`At`).
 Whatever can be large is asked for in pages, so that no question holds up the manager for more than 2 ms.
 
-`tenant` limits a question or command to what was made under that tenant's key; empty sees all.
+`tenant` limits a question or command to what was made under that tenant's key; empty sees all. Whatever
+others do, a tenant is told the same: events have numbers of its own (`At`), and so have blocks, made of their
+content (`own_number`), with generation 0.
 """
 
+from array import array
+from collections.abc import Sequence
 from typing import Literal
 
 from kvmanager.messages.sampling_params import Message
@@ -15,14 +19,48 @@ from kvmanager.messages.steps import BlockRef as BlockRef
 MAX_PAGE = 2048  # blocks, events or requests of one answer
 
 
+NO_NUMBER = -1  # a tenant's block without content
+
+
+def own_number(block_hash: bytes) -> int:
+    """The number by which a tenant knows its block: 48 bits, as long as numbers in JSON are exact."""
+    return int.from_bytes(block_hash[:6], "big") if block_hash else NO_NUMBER
+
+
+def own_numbers(hashes: Sequence[bytes]) -> list[int]:
+    """The same for many at once."""
+    if not all(hashes):
+        return [own_number(digest) for digest in hashes]
+    words = array("Q", b"".join(hashes))
+    words.byteswap()
+    return [word >> 16 for word in words[::4]]  # the first of each one's 32 bytes
+
+
 class At(Message, frozen=True):
-    """Which state an answer describes: that after event number `sequence` of the start `boot_id`."""
+    """Which state an answer describes: that after event number `sequence` of the start `boot_id`. A tenant's
+    events are those of its own content, counted from its first question on.
+    """
 
     boot_id: str
     sequence: int
 
 
 # --- what would hit, and why not ----------------------------------------------------------------------------
+
+
+MAX_PART = 2048  # tokens of one message
+
+
+class TextPart(Message, frozen=True, tag=True):
+    """The tokens with which the text of the question `query_id` begins, which comes later and has the
+    rest: at least one, and few, as it has the work of the answer. A text of more than MAX_PART comes so, all
+    parts in order. There is no answer.
+    """
+
+    query_id: int
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+    tenant: str = ""
 
 
 class ExplainQuery(Message, frozen=True, tag=True):
@@ -73,6 +111,7 @@ class Explanation(Message, frozen=True, tag=True):
     sibling: Sibling | None = None
     eviction: Eviction | None = None
     computed_by: str = ""  # request_id of who computes the next block now
+    more_blocks: int = 0  # in the pool after `blocks`, of which no more than MAX_PAGE are named
 
 
 class PlanQuery(Message, frozen=True, tag=True):
@@ -109,6 +148,7 @@ class PlanAnswer(Message, frozen=True, tag=True):
     preempt: tuple[str, ...] = ()  # request_ids that would have to make room
     waits_for: str = ""  # request_id that computes its prefix
     ahead: int = 0  # requests that wait before it
+    more_reused: int = 0  # blocks after `reuse`, of which no more than MAX_PAGE are named
 
 
 # --- what is held -------------------------------------------------------------------------------------------
@@ -160,9 +200,12 @@ FLAG_OTHER = 8
 
 
 class BlockQuery(Message, frozen=True, tag=True):
+    """By number, or, if `block_hash` is given, by content: as a tenant does."""
+
     query_id: int
-    block_id: int
+    block_id: int = -1
     tenant: str = ""
+    block_hash: bytes = b""
 
 
 class HolderInfo(Message, frozen=True):

@@ -32,6 +32,7 @@ class Pinned(Message, frozen=True):
     blocks: int
     tokens: int  # how many of those asked for were cached, and so are held
     expires_in: float  # seconds
+    tenant: str = ""  # whose it is, in an answer to a query for every pin
 
 
 class PinsAnswer(Message, frozen=True, tag=True):

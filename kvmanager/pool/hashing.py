@@ -47,6 +47,8 @@ NOTHING: Held = (NO_HASH, NO_HASH, NO_SALT, b"")
 
 def token_array(token_ids: Iterable[int]) -> "array[int]":
     """Raises OverflowError for an id outside 0 .. 2**32-1."""
+    if isinstance(token_ids, array):
+        return token_ids
     packed = array("I")
     packed.fromlist(list(token_ids))  # quicker than from an iterable
     return packed

@@ -133,7 +133,7 @@ def _in_flight(state: State) -> Iterator[str]:
     announced: dict[bytes, list[Sequence]] = {}
     for active in state.actives():
         for sequence in active.sequences.values():
-            if active.state is not StartState.RUNNING and sequence.num_settled < len(sequence.announced):
+            if active.state is StartState.PREEMPTING and sequence.num_settled < len(sequence.announced):
                 yield f"{sequence.describe()} is {active.state.name} and still announces blocks"
             for digest, _, _, _ in sequence.announced[sequence.num_settled :]:
                 announced.setdefault(digest, []).append(sequence)

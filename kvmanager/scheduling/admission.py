@@ -95,11 +95,12 @@ def why_it_never_fits(state: State, request: Request) -> str:
         size = state.pool.block_size
         needed = most_blocks(request, size)
         if needed > state.pins.usable(state.pool):
-            pinned = len(state.pins.uses)
+            pins = len(state.pins.uses)
+            pinned = "" if not pins else "some are pinned" if submit.tenant else f"{pins} are pinned"
             return (
                 f"the request needs {needed} blocks of {size} tokens ({num_prompt} prompt tokens, "
                 f"max_tokens {max_tokens}, {num_choices} choices) and the pool has {state.pool.num_blocks}"
-                f"{f', of which {pinned} are pinned' if pinned else ''}; "
+                f"{f', of which {pinned}' if pinned else ''}; "
                 f"ask for fewer tokens, {'remove a pin, ' if pinned else ''}or start with larger pool_bytes"
             )
     if state.runners:

@@ -15,6 +15,7 @@ from kvmanager.pool.ledger import Holder
 from kvmanager.scheduling.requests import Group
 
 MAX_PINS = 1024
+MAX_TENANT_PINS = 64
 MAX_NAME_CHARS = 128
 MAX_TTL = 366 * 86400.0  # seconds
 
@@ -54,19 +55,22 @@ class NamedPin(Holder):
 
 
 class Pins:
-    """All of them. `share` is the part of the pool that they may hold."""
+    """All of them. `share` is the part of the pool that they may hold, `tenant_share` that of one tenant's:
+    so none can leave nothing to the others.
+    """
 
-    __slots__ = ("by_name", "changed", "share", "uses")
+    __slots__ = ("by_name", "changed", "share", "tenant_share", "uses")
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, tenant_share: float) -> None:
         self.share = share
+        self.tenant_share = min(share, tenant_share)
         self.by_name: dict[tuple[str, str], NamedPin] = {}  # by tenant and name
         self.uses: Counter[int] = Counter()  # pinned block → by how many pins
         self.changed = False  # what is saved is no longer right
 
-    def budget(self, pool: BlockPool) -> int:
-        """Blocks."""
-        return int(self.share * pool.num_blocks)
+    def budget(self, pool: BlockPool, tenant: str = "") -> int:
+        """Blocks that all pins may hold, or those of a tenant."""
+        return int((self.tenant_share if tenant else self.share) * pool.num_blocks)
 
     def usable(self, pool: BlockPool) -> int:
         """Blocks that requests can have at most."""
@@ -77,6 +81,11 @@ class Pins:
         old = self.by_name.get(pin.key)
         left = self.uses - Counter(old.blocks) if old is not None else self.uses
         return len(left.keys() | set(pin.blocks))
+
+    def own_blocks_with(self, pin: NamedPin) -> int:
+        """How many of them would be pinned by pins of its tenant."""
+        others = [each.blocks for each in self.of(pin.tenant) if each.key != pin.key]
+        return len(set(pin.blocks).union(*others))
 
     def add(self, pool: BlockPool, pin: NamedPin) -> None:
         """Hold its blocks first, then let go of what it replaces."""
@@ -131,7 +140,7 @@ class Pins:
             held = sum(len(pool.tokens[block]) // TOKEN_BYTES for block in blocks)
             tokens = min(each.num_tokens, held)
             pin = NamedPin(each.name, each.expires_at, blocks, tokens, each.tenant)
-            if blocks and each.expires_at > now and self.blocks_with(pin) <= self.budget(pool):
+            if blocks and each.expires_at > now and not self._beyond_budget(pool, pin):
                 self.add(pool, pin)
         self.changed = bool(saved)
 
@@ -145,9 +154,18 @@ class Pins:
         uses = self.uses if not message.tenant else {block for pin in pins for block in pin.blocks}
         return PinsAnswer(
             message.query_id,
-            tuple(Pinned(pin.name, len(pin.blocks), pin.num_tokens, pin.expires_at - now) for pin in pins),
+            tuple(
+                Pinned(
+                    pin.name,
+                    len(pin.blocks),
+                    pin.num_tokens,
+                    pin.expires_at - now,
+                    pin.tenant if every else "",
+                )
+                for pin in pins
+            ),
             len(uses),
-            self.budget(pool) if pool else 0,
+            self.budget(pool, message.tenant) if pool else 0,
             fault.code if fault else "",
             fault.message if fault else "",
         )
@@ -170,8 +188,9 @@ class Pins:
     def _pin(self, pool: BlockPool, message: Pin, largest_request: int, now: float) -> "Fault | None":
         if (wrong := _why_malformed(message)) is not None:
             return Fault("invalid_request", wrong)
-        if (message.tenant, message.name) not in self.by_name and len(self.by_name) >= MAX_PINS:
-            return Fault("pin_budget", f"there are {MAX_PINS} pins already; remove one first")
+        own, most = self.of(message.tenant), MAX_TENANT_PINS if message.tenant else MAX_PINS
+        if (message.tenant, message.name) not in self.by_name and len(own) >= most:
+            return Fault("pin_budget", f"there are {most} pins already; remove one first")
         pin = find(pool, message, now)
         if not pin.blocks:
             return Fault(
@@ -179,14 +198,9 @@ class Pins:
                 f"nothing of these {len(message.token_ids)} tokens is cached under this salt; "
                 "send them as a request once, then pin them",
             )
-        total, budget = self.blocks_with(pin), self.budget(pool)
-        if total > budget:
-            makes = "are too many" if message.tenant else f"would make {total} pinned blocks"
-            return Fault(
-                "pin_budget",
-                f"{len(pin.blocks)} blocks for pin {pin.name!r} {makes}, and pin_budget allows {budget} of "
-                f"{pool.num_blocks}; remove a pin, or pin fewer tokens",
-            )
+        if beyond := self._beyond_budget(pool, pin):
+            return Fault("pin_budget", f"{len(pin.blocks)} blocks for pin {pin.name!r} {beyond}")
+        total = self.blocks_with(pin)
         if largest_request > pool.num_blocks - total:
             needs = (
                 f"a request that is live now may need {largest_request} blocks, and beside {total} pinned "
@@ -196,6 +210,21 @@ class Pins:
             return Fault("pin_busy", f"{reason}try again when it has ended")
         self.add(pool, pin)
         return None
+
+    def _beyond_budget(self, pool: BlockPool, pin: NamedPin) -> str:
+        """Why the pin would be too much, or an empty string; a tenant is told no number of others'."""
+        less = "remove a pin, or pin fewer tokens"
+        own, budget = self.own_blocks_with(pin), self.budget(pool, pin.tenant)
+        if pin.tenant and own > budget:
+            return f"would make {own}, and tenant_pin_budget allows {budget} of {pool.num_blocks}; {less}"
+        total, budget = self.blocks_with(pin), self.budget(pool)
+        if total <= budget:
+            return ""
+        if pin.tenant:
+            return "are not to be had, as pin_budget is used up; try again later"
+        return (
+            f"would make {total} pinned blocks, and pin_budget allows {budget} of {pool.num_blocks}; {less}"
+        )
 
 
 class Fault(NamedTuple):

@@ -160,7 +160,6 @@ class Request:
 class Ended(NamedTuple):
     """What is kept of a request that is over; `info` is of its end."""
 
-    serial: int
     tenant: str
     arrival: float  # seconds
     info: RequestInfo

@@ -39,6 +39,7 @@ RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 1e-6, 10.0),
     ("n", 1, MAX_CHOICES),
     ("top_k", -1, 1 << 30),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -123,11 +124,6 @@ def check_common(body: GenerationRequest) -> None:
             raise invalid(name, f"`{name}` is {value}; want {_number(low)} to {_number(high)}")
     if body.top_p is not None and not 0 < body.top_p <= 1:
         raise invalid("top_p", f"`top_p` is {body.top_p}; want more than 0, at most 1")
-    if body.repetition_penalty is not None and not 0 < body.repetition_penalty <= 10:
-        raise invalid(
-            "repetition_penalty",
-            f"`repetition_penalty` is {body.repetition_penalty}; want more than 0, at most 10",
-        )
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "`stream_options` is only allowed with `stream`: true")
     if body.prompt_logprobs is not None and body.stream:

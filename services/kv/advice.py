@@ -39,12 +39,17 @@ class Finding:
     kind: str
 
 
+def reach(explanation: Explanation) -> int:
+    """How many full blocks would be reused."""
+    return len(explanation.blocks) + explanation.more_blocks + explanation.tier_blocks
+
+
 def difference(explanation: Explanation, tokens: Sequence[int], text: Text) -> Difference | None:
     """Where the text leaves what is cached; None if nothing cached goes on otherwise."""
     sibling, size = explanation.sibling, explanation.block_size
     if sibling is None or explanation.reason == "hit":
         return None
-    index = len(explanation.blocks) + explanation.tier_blocks
+    index = reach(explanation)
     start = index * size
     token = start + sibling.num_shared
     if token >= len(tokens):
@@ -140,7 +145,7 @@ def _evicted(explanation: Explanation, left: int) -> str:
     assert eviction is not None
     ago = f"{eviction.seconds_ago:.0f} s ago" if eviction.seconds_ago >= 1 else "just now"
     size = explanation.block_size
-    first = (len(explanation.blocks) + explanation.tier_blocks) * size
+    first = (reach(explanation)) * size
     what = (
         f"{_so_far(explanation.num_cached_tokens, explanation.num_tokens)} The block from token {first} on "
     )

@@ -20,7 +20,9 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class BlockRef(msgspec.Struct):
-    """A block in one of its lives."""
+    """A block in one of its lives. A tenant's has a number made of its content, -1 while it has none, and
+    generation 0: so it is told the same whatever others do.
+    """
 
     block: int
     generation: int
@@ -33,6 +35,8 @@ class MapAnswer(Answer, kw_only=True):
     """GET /kv/map: columns, one entry per block from `first` on. In `states` F is free, R reserved, S sealed,
     C cached, Q quarantined, X another tenant's. `flags` are or-ed: 1 pinned, 2 in the tier as well,
     4 partial, 8 another tenant's. `ages` count from when the block was sealed, in whole seconds from 10 on.
+
+    A tenant's map is of its own content alone, in the order of its numbers: `blocks` has them.
     """
 
     num_blocks: int
@@ -45,6 +49,7 @@ class MapAnswer(Answer, kw_only=True):
     num_tokens: list[int]
     ages: list[float]
     flags: list[int]
+    blocks: list[int] | UnsetType = UNSET
 
 
 class HolderCard(msgspec.Struct):
@@ -248,6 +253,7 @@ class PinCard(msgspec.Struct):
     blocks: int
     tokens: int
     expires_in: float  # seconds
+    tenant: str | UnsetType = UNSET  # whose it is, told to an admin
 
 
 class Nothing(msgspec.Struct):

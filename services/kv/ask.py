@@ -58,6 +58,9 @@ class Parameters:
     def __init__(self, request: Request, known: Sequence[str]) -> None:
         self._given = dict(request.query_params)
         for name in self._given:
+            if len(request.query_params.getlist(name)) > 1:
+                shown = name[:MAX_SHOWN_CHARS]
+                raise invalid(shown, f"`{shown}` is given more than once", "repeated_parameter")
             if name not in known:
                 shown = name[:MAX_SHOWN_CHARS]
                 message = f"unknown query parameter `{shown}`; known are {', '.join(known) or 'none'}"

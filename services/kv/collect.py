@@ -12,7 +12,16 @@ from functools import partial
 from typing import Final, Literal
 
 from kvmanager.errors import PagekeeperError
-from kvmanager.protocol import MAX_PAGE, At, BlocksPage, BlocksQuery, CacheEvent, EventsPage, EventsQuery
+from kvmanager.protocol import (
+    MAX_PAGE,
+    At,
+    BlocksPage,
+    BlocksQuery,
+    CacheEvent,
+    EventsPage,
+    EventsQuery,
+    own_numbers,
+)
 from services.backend import Backend
 from services.errors import from_pagekeeper
 from services.kv.ask import RETRY_AFTER, ask
@@ -95,7 +104,7 @@ class Collector:
         pages = await self._pages(owner, "pool")
         slots = await self._pages(owner, "disk") if tier else []
         events, at = await self._events(owner, [*pages, *slots])
-        return await asyncio.to_thread(merge, pages, slots, events, at)
+        return await asyncio.to_thread(merge, pages, slots, events, at, bool(owner))
 
     async def _pages(self, owner: str, tier: Literal["pool", "disk"]) -> list[BlocksPage]:
         pages: list[BlocksPage] = []
@@ -123,8 +132,12 @@ class Collector:
         return found, at
 
 
-def merge(pages: list[BlocksPage], slots: list[BlocksPage], events: list[CacheEvent], at: At) -> Collection:
-    """What is there after the last event. Runs beside the event loop."""
+def merge(
+    pages: list[BlocksPage], slots: list[BlocksPage], events: list[CacheEvent], at: At, owned: bool = False
+) -> Collection:
+    """What is there after the last event. Runs beside the event loop. `owned`: by a tenant, who is not told
+    where its blocks lie.
+    """
     head = pages[0]
     contents = Contents(head.num_blocks, head.block_size, head.block_bytes, head.root)
     for page in pages:
@@ -133,4 +146,7 @@ def merge(pages: list[BlocksPage], slots: list[BlocksPage], events: list[CacheEv
         contents.add_tier(page)
     for event in events:
         contents.apply(event)
+    if owned:
+        contents.block = own_numbers(contents.hashes)
+        contents.order = sorted(range(len(contents)), key=contents.block.__getitem__)
     return Collection(at, contents, time.monotonic())

@@ -2,6 +2,7 @@
 much memory nor hold up the garbage collector.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 from kvmanager.protocol import FLAG_IN_TIER, BlocksPage, CacheEvent
@@ -14,7 +15,7 @@ class Contents:
     """One row per content, found by its hash in `rows`. Those of which no block is left have `blocks` 0; they
     may be in the tier (FLAG_IN_TIER).
 
-    `root` is the parent of every first block; empty if it is not known.
+    `root` is the parent of every first block; empty if it is not known. `order`: rows as they are shown.
     """
 
     def __init__(self, num_blocks: int, block_size: int, block_bytes: int, root: bytes) -> None:
@@ -33,9 +34,14 @@ class Contents:
         self.references: list[int] = []
         self.hits: list[int] = []
         self.ages: list[float] = []  # of the oldest, seconds
+        self.order: Sequence[int] | None = None  # None: as they are
 
     def __len__(self) -> int:
         return len(self.hashes)
+
+    def shown(self) -> Sequence[int]:
+        """Every row, in the order to show."""
+        return range(len(self)) if self.order is None else self.order
 
     def add(self, page: BlocksPage) -> None:
         """Take what is findable in a page with content."""

@@ -13,7 +13,18 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvmanager.errors import PagekeeperError
-from kvmanager.protocol import At, Clear, Cleared, Evict, Query, RequestsPage, RequestsQuery, SamplingParams
+from kvmanager.protocol import (
+    At,
+    Clear,
+    Cleared,
+    EventsPage,
+    EventsQuery,
+    Evict,
+    Query,
+    RequestsPage,
+    RequestsQuery,
+    SamplingParams,
+)
 from services.api.call import Call, Identity, new_call
 from services.api.client_link import ClientLink
 from services.api.openai_types import CompletionRequest
@@ -213,8 +224,8 @@ class WarmResponse:
         return min(page.requests[0].sequences[0].num_computed, len(self._request.prompt_token_ids))
 
     async def _answer(self, client: ClientLink, scope: Scope, receive: Receive, send: Send) -> None:
-        stats = await self._backend.stats(TIMEOUT)
-        at = At("", 0) if stats is None else stats.at
+        page = await self._backend.ask(partial(EventsQuery, limit=1, tenant=self._tenant), TIMEOUT)
+        at = page.at if isinstance(page, EventsPage) else At("", 0)
         request = self._request
         total, cached = len(request.prompt_token_ids), request.num_cached_tokens
         took = round(self._call.generations[0].last_token_at - request.arrival, 3)

@@ -7,6 +7,7 @@ the manager no longer has is a gap, and a new snapshot follows.
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -35,6 +36,7 @@ PERIOD: Final = 0.1  # seconds between two looks for events
 PAGE: Final = 256  # events of one look
 CHUNK: Final = 1024  # blocks of one event of a snapshot
 MAX_FOLLOWERS: Final = 64  # of one frontend
+MAX_OWN_FOLLOWERS: Final = 16  # of those, a tenant's
 _ID = re.compile(r"([0-9A-Za-z_-]{1,64}):(\d{1,15})")
 
 
@@ -44,7 +46,7 @@ class EventsRoute:
     def __init__(self, context: Context, collector: Collector) -> None:
         self._context = context
         self._collector = collector
-        self._followers = 0
+        self._followers: Counter[str] = Counter()  # by tenant
 
     def routes(self) -> list[Route]:
         return [Route("/kv/events", self.follow)]
@@ -57,17 +59,19 @@ class EventsRoute:
         since = read_id(request.headers.get("last-event-id", ""))
         query = partial(EventsQuery, limit=1, tenant=tenant)
         now = (await ask(self._context.backend, query, EventsPage)).at
-        if self._followers >= MAX_FOLLOWERS:  # nothing waits from here until it is counted: many come at once
-            message = f"{MAX_FOLLOWERS} clients follow the events of this frontend, its limit"
+        most = MAX_OWN_FOLLOWERS if tenant else MAX_FOLLOWERS
+        # nothing waits from here until it is counted: many come at once
+        if self._followers[tenant] >= most or self._followers.total() >= MAX_FOLLOWERS:
+            message = f"{most} clients follow the events of this frontend, its limit"
             raise ApiError(429, message, code="too_many_followers", headers={"retry-after": "5"})
         if request.method == "HEAD":
             return Response(headers={name.decode(): value.decode() for name, value in SSE_HEADERS})
         follower = Follower(self._context, self._collector, tenant)
         follower.at = since or now
-        return EventStream(self, self._context, follower.events(snapshot and since is None))
+        return EventStream(self, self._context, tenant, follower.events(snapshot and since is None))
 
-    def count(self, change: int) -> None:
-        self._followers += change
+    def count(self, tenant: str, change: int) -> None:
+        self._followers[tenant] += change
 
 
 def read_id(text: str) -> At | None:
@@ -129,7 +133,7 @@ def snapshot_part(collection: Collection, start: int, *, last: bool) -> bytes:
     """Only the last part has an id: whoever loses the connection before it gets a whole snapshot again."""
     contents, at = collection.contents, collection.at
     blocks = []
-    for row in range(start, min(start + CHUNK, len(contents))):
+    for row in contents.shown()[start : start + CHUNK]:
         what = (
             contents.hashes[row].hex(),
             contents.parents[row].hex(),
@@ -176,13 +180,16 @@ class EventStream:
     `client_timeout_seconds`, or the frontend stops.
     """
 
-    def __init__(self, route: EventsRoute, context: Context, pieces: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, route: EventsRoute, context: Context, tenant: str, pieces: AsyncGenerator[bytes, None]
+    ) -> None:
         self._route = route
+        self._tenant = tenant
         self._config = context.config
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._route.count(1)
+        self._route.count(self._tenant, 1)
         client = ClientLink(receive, send, self._config.client_timeout_seconds, lambda: None)
         try:
             await client.start(SSE_HEADERS)
@@ -195,7 +202,7 @@ class EventStream:
             raise
         finally:
             client.close()
-            self._route.count(-1)
+            self._route.count(self._tenant, -1)
 
     async def _send(self, client: ClientLink, stopping: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()

@@ -167,16 +167,17 @@ def explain_answer(
 
 
 def explained_blocks(explanation: Explanation) -> list[answers.ExplainedBlock]:
-    """The full ones, those of the tier, and the one of which a part would be copied."""
+    """The full ones (as many as are named), those of the tier, and the one of which a part is copied."""
     size, sibling = explanation.block_size, explanation.sibling
     blocks = [
         answers.ExplainedBlock(*block, "pool", index * size, size)
         for index, block in enumerate(explanation.blocks)
     ]
-    for index in range(len(blocks), len(blocks) + explanation.tier_blocks):
+    first = len(blocks) + explanation.more_blocks
+    for index in range(first, first + explanation.tier_blocks):
         blocks.append(answers.ExplainedBlock(None, None, "disk", index * size, size))
     if sibling is not None and sibling.num_shared:
-        start = len(blocks) * size
+        start = (first + explanation.tier_blocks) * size
         blocks.append(answers.ExplainedBlock(*sibling.block, "pool", start, sibling.num_shared))
     return blocks
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from bisect import bisect_left
 from functools import partial
 from typing import Final
 
@@ -38,6 +39,7 @@ TEXT_CHARS: Final = 200  # shown of a node
 MAX_CURSOR_CHARS: Final = 100
 LETTERS: Final = "FRSCQ"
 OTHER: Final = "X"
+NOTHING: Final = bytes(32)  # no block has this hash
 STATES: Final = ("FREE", "RESERVED", "SEALED", "CACHED", "QUARANTINED")
 
 
@@ -63,6 +65,8 @@ class PagesRoutes:
         first = given.number("first", 0, 0, MAX_BLOCK_ID)
         limit = given.number("limit", MAX_PAGE, 1, MAX_MAP)
         given.number("since", 0, 0, 1 << 48)
+        if tenant:
+            return reply(own_map(await self._collector.collect(tenant), first, limit))
         pages: list[BlocksPage] = []
         at, end = first, first + limit
         while at < end:
@@ -77,12 +81,20 @@ class PagesRoutes:
         tenant = observer(request, self._config).tenant
         Parameters(request, ())
         given: str = request.path_params["id"]
-        if not (given.isascii() and given.isdecimal() and len(given) < 11 and int(given) <= MAX_BLOCK_ID):
+        largest = (1 << 48) - 1 if tenant else MAX_BLOCK_ID
+        if not (given.isascii() and given.isdecimal() and len(given) < 16 and int(given) <= largest):
             raise invalid("id", f"`id` is {given[:40]!r}; want a block's number")
-        query = partial(BlockQuery, block_id=int(given), tenant=tenant)
+        number = int(given)
+        query = partial(BlockQuery, block_id=number)
+        if tenant:
+            contents = (await self._collector.collect(tenant)).contents
+            place = bisect_left(contents.shown(), number, key=contents.block.__getitem__)
+            row = contents.shown()[place] if place < len(contents) else -1
+            digest = contents.hashes[row] if row >= 0 and contents.block[row] == number else NOTHING
+            query = partial(BlockQuery, tenant=tenant, block_hash=digest)
         detail = await ask(self._backend, query, BlockDetail)
         if not detail.state:
-            message = f"there is no block {int(given)}, or it is not yours to see"
+            message = f"there is no block {number}, or it is not yours to see"
             raise ApiError(404, message, param="id", code="not_found")
         return reply(block_answer(detail, self._tokenizer))
 
@@ -134,6 +146,28 @@ def map_answer(pages: list[BlocksPage], first: int) -> answers.MapAnswer:
         num_tokens=[tokens for page in pages for tokens in page.num_tokens],
         ages=[short_age(age) for page in pages for age in page.ages],
         flags=list(flags),
+    )
+
+
+def own_map(collection: Collection, first: int, limit: int) -> answers.MapAnswer:
+    """A tenant's: what of its own is found in the pool."""
+    contents, at = collection.contents, collection.at
+    found = [row for row in contents.shown() if contents.blocks[row]]
+    rows = found[first : first + limit]
+    return answers.MapAnswer(
+        boot_id=at.boot_id,
+        sequence=at.sequence,
+        num_blocks=len(found),
+        block_size=contents.block_size,
+        block_bytes=contents.block_bytes,
+        first=first,
+        next=first + limit if first + limit < len(found) else None,
+        states="".join(["S" if contents.references[row] else "C" for row in rows]),
+        ref_counts=[contents.references[row] for row in rows],
+        num_tokens=[len(contents.tokens[row]) // TOKEN_BYTES for row in rows],
+        ages=[short_age(contents.ages[row]) for row in rows],
+        flags=[contents.flags[row] for row in rows],
+        blocks=[contents.block[row] for row in rows],
     )
 
 

@@ -4,10 +4,12 @@ Whoever may pin may keep memory from others, so these routes ask who calls, as a
 pins are its own, names and all.
 """
 
+import re
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +26,7 @@ from services.kv.prompt import check_prompt, prompt_tokens
 from services.kv.types import PinRequest
 
 DEFAULT_TTL: Final = 3600.0  # seconds
+TENANT: Final = re.compile("[0-9a-f]{32}")
 LONGEST_TTL: Final = 30 * 86400.0  # seconds
 
 _decoder = msgspec.json.Decoder(PinRequest)
@@ -48,7 +51,7 @@ class PinsRoute:
         tenant = self._tenant(request)
         Parameters(request, ())
         answer = await self._ask(lambda number: PinsQuery(number, tenant))
-        pins = [card(pin) for pin in answer.pins]
+        pins = [card(pin, admin=not tenant) for pin in answer.pins]
         return reply(PinList(pins, answer.pinned_blocks, answer.budget_blocks))
 
     async def add(self, request: Request) -> Response:
@@ -64,11 +67,14 @@ class PinsRoute:
 
     async def remove(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        name = Parameters(request, ("name",)).text("name", MAX_ID_CHARS)
+        given = Parameters(request, ("name",) if tenant else ("name", "tenant"))
+        name, owner = given.text("name", MAX_ID_CHARS), given.text("tenant", 64)
         if not name:
             message = "the pin's name is missing: DELETE /kv/pins?name=…"
             raise invalid("name", message, "missing_required_parameter")
-        await self._ask(lambda number: Unpin(number, name, tenant))
+        if owner and not TENANT.fullmatch(owner):
+            raise invalid("tenant", f"`tenant` is {owner!r}; want one as GET /kv/pins names it")
+        await self._ask(lambda number: Unpin(number, name, tenant or owner))
         return Response(b"{}", media_type="application/json")
 
     def _tenant(self, request: Request) -> str:
@@ -95,5 +101,6 @@ def check(body: PinRequest) -> float:
     return ttl
 
 
-def card(pin: Pinned) -> PinCard:
-    return PinCard(pin.name, pin.blocks, pin.tokens, round(pin.expires_in, 3))
+def card(pin: Pinned, *, admin: bool = False) -> PinCard:
+    owner = pin.tenant if admin and pin.tenant else UNSET
+    return PinCard(pin.name, pin.blocks, pin.tokens, round(pin.expires_in, 3), owner)

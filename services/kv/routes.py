@@ -16,7 +16,7 @@ def introspection_routes(context: Context) -> list[Route]:
     """They share what is read of the cache."""
     collector = Collector(context.backend)
     return [
-        *StateRoutes(context).routes(),
+        *StateRoutes(context, collector).routes(),
         *PagesRoutes(context, collector).routes(),
         *ExplainRoutes(context, collector).routes(),
         *EventsRoute(context, collector).routes(),

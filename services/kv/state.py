@@ -1,6 +1,8 @@
 """GET /kv/stats, /kv/requests, /kv/requests/{id}, /kv/holders and /kv/audit: figures, and who holds what."""
 
 import asyncio
+import base64
+import re
 import time
 from functools import partial
 from typing import Final
@@ -36,6 +38,8 @@ from services.context import Context
 from services.errors import ApiError, invalid
 from services.kv import state_answers as answers
 from services.kv.ask import Parameters, ask, holder_card, ref, reply
+from services.kv.collect import Collector
+from services.kv.contents import Contents
 
 LIVE: Final = "live"  # all but those that have ended
 REQUEST_STATES: Final = (
@@ -50,7 +54,8 @@ REQUEST_STATES: Final = (
     "ended",
 )
 RUNNING: Final = frozenset({"running", "preempting", "cancelling"})
-MAX_CURSOR_DIGITS: Final = 18
+MAX_REQUEST_CURSOR: Final = 400
+_CURSOR: Final = re.compile(r"[0-9a-fx.+-]{1,40}p[+-]\d{1,4} \d{1,10} .{1,128}", re.DOTALL)
 MAX_PAGES: Final = 8  # of the manager's, for one of ours
 MAX_FAULTS: Final = 1000
 AUDIT_SECONDS: Final = 30.0
@@ -60,7 +65,8 @@ AUDITED_BLOCKS: Final = 512  # at once
 class StateRoutes:
     """The five."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, collector: Collector) -> None:
+        self._collector = collector
         self._backend = context.backend
         self._config = context.config
 
@@ -82,14 +88,15 @@ class StateRoutes:
             ask(self._backend, lambda number: BlocksQuery(number, 0, 1, tenant=tenant), BlocksPage),
         )
         if tenant:
-            return reply(tenants_stats(stats, pins, page, await self._all_requests(tenant)))
+            contents = (await self._collector.collect(tenant)).contents
+            return reply(tenants_stats(pins, page, contents, await self._all_requests(tenant)))
         return reply(all_stats(stats, pins, page, self._config.stuck_seconds))
 
     async def requests(self, request: Request) -> Response:
         tenant = observer(request, self._config).tenant
         given = Parameters(request, ("state", "cursor", "limit"))
         state = given.choice("state", REQUEST_STATES)
-        cursor = read_cursor(given.text("cursor", MAX_CURSOR_DIGITS))
+        cursor = read_cursor(given.text("cursor", MAX_REQUEST_CURSOR))
         limit = given.number("limit", 256, 1, MAX_PAGE)
         for _ in range(MAX_PAGES):
             page = await self._requests_page(tenant, cursor, limit)
@@ -102,7 +109,7 @@ class StateRoutes:
                 boot_id=page.at.boot_id,
                 sequence=page.at.sequence,
                 requests=found,
-                next_cursor=cursor or None,
+                next_cursor=write_cursor(cursor) if cursor else None,
             )
         )
 
@@ -183,11 +190,20 @@ class StateRoutes:
         return found
 
 
+def write_cursor(cursor: str) -> str:
+    """The manager's, as a word without a meaning."""
+    return base64.urlsafe_b64encode(cursor.encode()).decode().rstrip("=")
+
+
 def read_cursor(text: str) -> str:
-    """As the manager gives it, or empty. Raises ApiError 400."""
-    if text and not (text.isascii() and text.isdecimal()):
+    """As the manager gave it, or empty. Raises ApiError 400."""
+    try:
+        found = base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True).decode()
+    except ValueError:
+        found = ""
+    if text and not _CURSOR.fullmatch(found):
         raise invalid("cursor", "`cursor` is not one that an answer gave as `next_cursor`")
-    return text
+    return found
 
 
 def is_in(info: RequestInfo, state: str) -> bool:
@@ -226,15 +242,28 @@ def all_stats(stats: Stats, pins: PinsAnswer, page: BlocksPage, stuck_seconds: f
 
 
 def tenants_stats(
-    stats: Stats, pins: PinsAnswer, page: BlocksPage, own: list[RequestInfo]
+    pins: PinsAnswer, page: BlocksPage, contents: Contents, own: list[RequestInfo]
 ) -> answers.StatsAnswer:
-    """For a tenant: the pool's totals, and its own counts."""
+    """For a tenant: the pool's size, and its own counts."""
+    found = [row for row in range(len(contents)) if contents.blocks[row]]
+    sealed = sum(contents.references[row] > 0 for row in found)
     running = sum(info.state in RUNNING for info in own)
     ended = sum(info.state == "ended" for info in own)
     return answers.StatsAnswer(
-        boot_id=stats.at.boot_id,
-        sequence=stats.at.sequence,
-        pool=pool_card(stats, page),
+        boot_id=page.at.boot_id,
+        sequence=page.at.sequence,
+        pool=answers.PoolCard(
+            page.num_blocks,
+            page.block_size,
+            page.block_bytes or None,
+            None,
+            None,
+            sealed,
+            len(found) - sealed,
+            None,
+            None,
+            None,
+        ),
         requests=answers.RequestsCard(running, len(own) - running - ended),
         pins=answers.PinsCard(pins.pinned_blocks, pins.budget_blocks),
         cache=UNSET,

@@ -9,17 +9,19 @@ from services.kv.answers import Answer, BlockRef, HolderCard
 
 
 class PoolCard(msgspec.Struct):
-    """Blocks by state; `waste` is the share of the slots in used blocks that holds no token, 0 to 1."""
+    """Blocks by state; `waste` is the share of the slots in used blocks that holds no token, 0 to 1. A tenant
+    is told of its own sealed and cached blocks, and null else.
+    """
 
     num_blocks: int
     block_size: int  # tokens
     block_bytes: int | None  # null before there is a pool
-    free: int
-    reserved: int
+    free: int | None
+    reserved: int | None
     sealed: int
     cached: int
-    quarantined: int
-    used_tokens: int | None  # null for a tenant, as is `waste`
+    quarantined: int | None
+    used_tokens: int | None
     waste: float | None
 
 
@@ -71,7 +73,7 @@ class RunnerCard(msgspec.Struct):
 
 
 class StatsAnswer(Answer, kw_only=True):
-    """GET /kv/stats. What is not the tenant's own, but for the pool's totals, is absent for a tenant."""
+    """GET /kv/stats. What is not the tenant's own is absent for a tenant, or null."""
 
     pool: PoolCard
     requests: RequestsCard

@@ -5,6 +5,10 @@ appended to, so other frontends read it while it grows; a frame that is not whol
 will be. Once it holds twice what is kept it is written anew beside itself and renamed. The owner holds the
 lock, touches the file every second, and learns from the lock file's time whether readers elsewhere were
 there.
+
+Whoever takes a journal over goes on in a new file in the old one's place. So an owner that stood still for
+so long that its lock was taken away writes to a file that nobody reads, and sees that after each write,
+before it sends anything.
 """
 
 import asyncio
@@ -33,7 +37,8 @@ from services.streams.journal import (
 from services.supervisor.lock_files import FileLock
 
 POLL: Final = 0.02  # seconds between two looks at a file that others write
-STUCK: Final = 30.0  # seconds without a sign of the owner, though it holds its lock
+STILL: Final = 10.0  # seconds without a sign of the owner after which its lock is taken away
+STUCK: Final = 30.0  # seconds without one after which nobody waits for it any more
 SWEPT: Final = 256  # files looked at by one sweep
 
 log = logging.getLogger("pagekeeper.streams")
@@ -95,25 +100,21 @@ class FileJournal:
 
     async def append(self, batch: Batch) -> None:
         self._write(_frame(batch))
+        self._check_place()
         self.state.apply(batch)
         if self._size - self._compacted > 2 * self.state.ring.max_bytes:
             self._compact()
 
     async def renew(self) -> bool:
-        try:
-            if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:
-                raise JournalLost("the journal was replaced")
-            if not self._lock.stands:
-                raise JournalLost("the lock of the journal was removed: another may own it")
-            os.utime(self._fd)
-        except FileNotFoundError:
-            raise JournalLost("the journal was removed") from None
+        self._check_place()
+        if not self._lock.stands:
+            raise JournalLost("the lock of the journal was removed: another may own it")
+        os.utime(self._fd)
         return time.time() - self._lock.touched < self._ttl
 
     async def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        _close(self._fd)
+        self._fd = -1
         self._lock.release()
 
     async def remove(self) -> None:
@@ -130,27 +131,64 @@ class FileJournal:
             raise JournalError(f"{self._path} cannot be written: {error}") from None
         self._size += len(data)
 
+    def _check_place(self) -> None:
+        """Raises JournalLost if what is written does not reach readers."""
+        try:
+            if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:
+                raise JournalLost("the journal was replaced: another owns it")
+        except FileNotFoundError:
+            raise JournalLost("the journal was removed") from None
+
     def _compact(self) -> None:
-        """Write what is kept to a new file, and put it in the old one's place. If that fails, the old one
-        grows on.
+        """If that fails, the file grows on."""
+        try:
+            os.close(self._rewrite())
+        except OSError:
+            self._compacted = self._size
+
+    def _rewrite(self) -> int:
+        """Write what is kept to a new file, and put it in the old one's place, which is returned, still open.
+        Raises OSError; nothing has changed then.
         """
         fresh = self._path.with_suffix(".new")
         data = _frame(self.state.spec) + _frame(self.state.snapshot())
+        fresh.unlink(missing_ok=True)  # perhaps of an owner that stands still: not to be shared with it
+        fd = -1
         try:
             fd = _new_file(fresh, data)
+            os.replace(fresh, self._path)
         except OSError:
             fresh.unlink(missing_ok=True)
-            self._compacted = self._size
-            return
-        os.replace(fresh, self._path)
-        os.close(self._fd)
-        self._fd = fd
+            _close(fd)
+            raise
+        old, self._fd = self._fd, fd
         self._size = self._compacted = len(data)
+        return old
+
+    def take_away(self) -> None:
+        """From an owner that may still write. What it writes until the file is replaced counts, as it may
+        send that. Raises OSError, or JournalError.
+        """
+        size = self._size
+        old = self._rewrite()
+        try:
+            for _, content in _frames(os.pread(old, os.fstat(old).st_size - size, size)):
+                batch = _decode_batch(content)
+                self._write(_frame(batch))
+                self.state.apply(batch)
+        finally:
+            os.close(old)
+
+
+def _close(fd: int) -> None:
+    """-1: there is nothing to close."""
+    if fd >= 0:
+        os.close(fd)
 
 
 def _new_file(path: Path, data: bytes) -> int:
     """A new file with `data` in it, open for appending. Raises OSError; nothing is left open then."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         if os.write(fd, data) < len(data):
             raise OSError("no space for all of it")
@@ -222,9 +260,18 @@ class FileFollower:
         self._leave()
 
     def _leave(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        _close(self._fd)
+        self._fd = -1
+
+
+def _claim(path: Path) -> FileLock | None:
+    """The lock of a journal, unless its owner lives and gets on. Raises OSError."""
+    silent = time.time() - os.stat(path).st_mtime
+    lock = FileLock.take(_lock_of(path))
+    if lock is None and silent > STILL:
+        _lock_of(path).unlink(missing_ok=True)
+        lock = FileLock.take(_lock_of(path))
+    return lock
 
 
 def _lock_of(path: Path) -> Path:
@@ -288,23 +335,27 @@ class FileJournals:
     async def take_over(self, stream_id: str) -> Journal | None:
         path = self._folder / stream_id
         try:
-            if not path.exists() or (lock := FileLock.take(_lock_of(path))) is None:
-                return None
+            lock = _claim(path)
         except OSError:
             return None
-        fd = -1
+        if lock is None:
+            return None
+        fd, journal = -1, None
         try:
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             state, size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
+            journal = FileJournal(path, lock, fd, state, size, self._ttl)
             if not state.ended:
-                os.ftruncate(fd, size)  # what its owner did not finish writing
-                os.utime(fd)
-                return FileJournal(path, lock, fd, state, size, self._ttl)
-        except (OSError, JournalError):
-            state = None
-        if fd >= 0:
-            os.close(fd)
-        lock.release()
+                journal.take_away()
+            if not state.ended:
+                return journal
+        except (OSError, JournalError, msgspec.DecodeError) as error:
+            log.info("stream %s cannot be taken over: %s", stream_id, error)
+        if journal is not None:
+            await journal.close()
+        else:
+            _close(fd)
+            lock.release()
         return None
 
     async def discard(self, stream_id: str) -> None:

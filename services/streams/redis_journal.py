@@ -40,6 +40,7 @@ INDEX: Final = "pagekeeper:streams"
 BLOCK: Final = 0.25  # seconds, the longest XREAD
 CONNECTIONS: Final = 64
 READERS: Final = 1024  # of streams that run on other frontends
+REPLACED: Final = "something else has written to its keys in Redis"
 ANSWER_WITHIN: Final = 2.0  # seconds; Redis counts as away after that
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -149,7 +150,8 @@ class _Store:
         except TimeoutError:
             raise JournalError(f"Redis does not answer within {ANSWER_WITHIN:g} s") from None
         except (RedisError, OSError) as error:
-            raise JournalError(f"Redis: {error}") from None
+            wrong_type = str(error).startswith("WRONGTYPE")
+            raise JournalError(REPLACED if wrong_type else f"Redis: {error}") from None
 
     async def load(self, stream_id: str, max_bytes: int) -> tuple[StreamState, deque[int]] | None:
         """All of a journal, and the last numbers of its batches; None if there is none."""
@@ -162,7 +164,7 @@ class _Store:
             return None
         try:
             state = StreamState(_decode_spec(spec), max_bytes)
-            batches = _batches(entries)
+            batches = _batches(entries, 1)
             for batch in batches:
                 state.apply(batch)
             for items in progress:
@@ -203,8 +205,15 @@ def _entry_id(number: int) -> str:
     return f"{number}-0"
 
 
-def _batches(entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> list[Batch]:
-    return [_decode_batch(fields[b"b"]) for _, fields in entries]
+def _batches(entries: Sequence[tuple[bytes, dict[bytes, bytes]]], first: int) -> list[Batch]:
+    """None of their events has a number before `first`. Raises JournalError."""
+    try:
+        batches = [_decode_batch(fields[b"b"]) for _, fields in entries]
+        if not batches or batches[0].first >= first:
+            return batches
+    except (msgspec.DecodeError, KeyError):
+        raise JournalError(REPLACED) from None
+    raise JournalError(REPLACED)
 
 
 class RedisJournal:
@@ -275,10 +284,7 @@ class RedisFollower:
             if not await self._store.ask(self._store.redis.exists(key(self.state.spec.id, "spec"))):
                 raise JournalLost("Redis does not have the journal any more")
             return
-        try:
-            batches = _batches(answer[0][1])
-        except msgspec.DecodeError as error:
-            raise JournalError(f"the journal cannot be read: {error}") from None
+        batches = _batches(answer[0][1], self.state.ring.next)
         if batches[0].first != self.state.ring.next:  # what lies between is not kept any more
             self.state = StreamState(self.state.spec, self.state.ring.max_bytes)
         for batch in batches:

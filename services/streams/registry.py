@@ -21,7 +21,7 @@ from services.request_log import LOGGED
 from services.streams.journal import Journal, Journals, StreamSpec
 from services.streams.run import StreamRun
 from services.streams.source import LocalSource, RemoteSource
-from services.streams.tail import Tail
+from services.streams.tail import Tail, no_stream
 
 TICK: Final = 1.0  # seconds
 STREAM_IDS: Final = re.compile(r"(cmpl|chatcmpl)-[0-9a-f]{32}")
@@ -41,11 +41,6 @@ def owner_of(request: Request) -> str:
         return ""
     key = request.headers.get("authorization", "").partition(" ")[2].strip()
     return hashlib.sha256(key.encode("latin-1")).hexdigest()
-
-
-def no_stream(stream_id: str) -> ApiError:
-    message = f"there is no stream {stream_id[:80]!r} (any more) that this key may read"
-    return ApiError(404, message, code="not_found")
 
 
 class Streams:

@@ -11,8 +11,8 @@ from services.api.openai_responses import DeletedStream
 from services.api.sse import SSE_HEADERS, Answer
 from services.config import FrontendConfig
 from services.errors import ApiError, invalid
-from services.streams.registry import STREAM_IDS, Streams, no_stream, owner_of
-from services.streams.tail import STREAM_ID, Source, Tail, gone
+from services.streams.registry import STREAM_IDS, Streams, owner_of
+from services.streams.tail import STREAM_ID, Source, Tail, gone, no_stream
 
 HEADER: Final = "last-event-id"
 

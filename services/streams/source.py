@@ -6,9 +6,9 @@ import time
 from typing import Final, Protocol
 
 from services.errors import ApiError
-from services.streams.journal import Follower, JournalError, StreamState
+from services.streams.journal import Follower, JournalError, JournalLost, StreamState
 from services.streams.run import StreamRun
-from services.streams.tail import HANDED_OVER, Source
+from services.streams.tail import HANDED_OVER, Source, no_stream
 
 LOOK: Final = 0.25  # seconds, the longest wait for a journal that others write
 ATTEND: Final = 1.0  # seconds between two signs that somebody reads
@@ -92,6 +92,8 @@ class RemoteSource:
             if time.monotonic() - self._attended > ATTEND:
                 self._attended = time.monotonic()
                 await self._follower.attend()
+        except JournalLost:
+            raise no_stream(self.state.spec.id) from None
         except JournalError as error:
             raise ApiError(
                 503, f"the stream cannot be followed: {error}", code="journal_unavailable"

@@ -111,6 +111,12 @@ class Tail:
         return b"".join(parts)
 
 
+def no_stream(stream_id: str) -> ApiError:
+    """It has expired, was deleted, or never was."""
+    message = f"there is no stream {stream_id[:80]!r} (any more) that this key may read"
+    return ApiError(404, message, code="not_found")
+
+
 def gone(after: int, first: int) -> ApiError:
     """The reader is behind what is kept."""
     message = f"the event after {after} is not kept any more (stream_bytes); the first that is: {first}"

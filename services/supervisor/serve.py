@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvmanager.client import leftovers
+from kvmanager.client import leftovers, named
+from kvmanager.errors import PagekeeperError
 from services.supervisor.lock_files import held
 from services.supervisor.processes import Command, Supervisor, say
 from services.supervisor.ready import curl_line, fetch, reason, url_of
@@ -91,8 +92,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def refuse_used(pool_directory: str) -> None:
-    """Raises OSError, in words, if another KV manager has the pool directory."""
-    if held(Path(pool_directory, "locks/manager")):
+    """Raises OSError, in words, if another KV manager has the pool directory; PagekeeperError if it has no
+    name.
+    """
+    if held(named(pool_directory) / "locks/manager"):
         raise OSError(
             f"the pool directory {pool_directory} is in use by another KV manager; "
             "stop that one, or choose another with --pool-directory"
@@ -162,7 +165,7 @@ def serve(config: ServeConfig) -> int:
     try:
         refuse_used(config.pool_directory)
         reserved = bind(config.host, config.port)
-    except OSError as error:
+    except (OSError, PagekeeperError) as error:
         print(f"pagekeeper serve: {error}", file=sys.stderr)
         return CONFIGURATION_ERROR
     sweep(config.pool_directory)  # of an earlier start that was killed

@@ -73,7 +73,7 @@ def pool_bar(pool: Json, width: int = BAR) -> Text:
     """The pool's blocks by state, as one line of `width` characters."""
     total, at, done, bar = max(1, pool["num_blocks"]), 0, 0, Text()
     for state, _, colour in STATES:
-        at += pool[state]
+        at += pool[state] or 0
         end = round(width * at / total)
         bar.append(("░" if state == "free" else "█") * (end - done), colour)
         done = end
@@ -81,7 +81,8 @@ def pool_bar(pool: Json, width: int = BAR) -> Text:
 
 
 def pool_legend(pool: Json) -> Text:
-    parts = [Text(f"{name} {amount(pool[state])}", colour) for state, name, colour in STATES]
+    told = [each for each in STATES if pool[each[0]] is not None]  # a tenant is told of its own alone
+    parts = [Text(f"{name} {amount(pool[state])}", colour) for state, name, colour in told]
     return Text("  ").join(parts)
 
 

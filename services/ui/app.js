@@ -15,14 +15,15 @@ const card = (name) => document.querySelector(`.${name}`);
 const map = new BlockMap(card("map-card"), { onCounts: showCounts });
 const stats = new Stats();
 const requests = new Requests(card("requests-card"), {
-  mark: (blocks) => map.mark(blocks ?? legendFilter()),
+  mark: (blocks) => map.mark(blocks ? map.pool.cellsOf(blocks) : legendFilter()),
   blockSize: () => map.pool.blockSize,
 });
 const tree = new PrefixTree(card("tree-card"));
 new Explain(card("explain-card"), {
   goTo: (block) => {
+    const cell = map.pool.cellOf(block);
     card("map-card").scrollIntoView({ block: "nearest" });
-    if (map.pinned !== block) map.pin(block);
+    if (cell >= 0 && map.pinned !== cell) map.pin(cell);
   },
 });
 new Events(card("events-card"));

@@ -71,6 +71,18 @@ export class Pool {
     this.counts = new Uint32Array(KINDS.length);
     this.counts[FREE] = size;
     this.whole = false; // every page came at least once
+    this.names = null; // of a tenant's blocks, which have numbers of their own
+    this.cells = new Map(); // number → where it is drawn
+  }
+
+  /** A block's number; that of its cell, but for a tenant. */
+  nameOf(cell) {
+    return this.names?.[cell] ?? cell;
+  }
+
+  /** Where a block is drawn, or -1. */
+  cellOf(name) {
+    return this.names ? (this.cells.get(name) ?? -1) : name;
   }
 
   /** Take one page; returns the first block of the next one, or null at the end. */
@@ -79,6 +91,7 @@ export class Pool {
     this.blockSize = page.block_size;
     this.blockBytes = page.block_bytes ?? 0;
     for (let index = 0; index < page.states.length; index += 1) this.set(page, index);
+    if (page.blocks) this.takeNames(page);
     const end = page.first + page.states.length;
     const next = page.next === undefined || page.next === null ? null : page.next;
     if (next === null || end >= this.size || page.states.length === 0) {
@@ -86,6 +99,19 @@ export class Pool {
       return null;
     }
     return next;
+  }
+
+  cellsOf(names) {
+    return new Set([...names].map((name) => this.cellOf(name)));
+  }
+
+  takeNames({ first, blocks }) {
+    this.names ??= new Float64Array(this.size);
+    if (first === 0) this.cells.clear();
+    blocks.forEach((name, index) => {
+      this.names[first + index] = name;
+      this.cells.set(name, first + index);
+    });
   }
 
   set(page, index) {

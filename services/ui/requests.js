@@ -108,6 +108,7 @@ async function liveRequests() {
   return found;
 }
 
+const nameOf = (block) => (block < 0 ? "new" : String(block)); // a tenant's without content has no number
 const blockId = (reference) => (Array.isArray(reference) ? reference[0] : reference.block);
 
 function blocksOf(request) {
@@ -210,7 +211,7 @@ class Row {
     const tables = (detail.sequences ?? []).map((sequence) => {
       const blocks = (sequence.block_table ?? [])
         .slice(0, MOST_BLOCKS)
-        .map((reference) => el("span", { class: "chip" }, String(blockId(reference))));
+        .map((reference) => el("span", { class: "chip" }, nameOf(blockId(reference))));
       const more = (sequence.block_table?.length ?? 0) - MOST_BLOCKS;
       const whose = detail.num_choices > 1 ? `Choice ${sequence.choice}: ` : "";
       const shared = sequence.shared_blocks ? `, ${count(sequence.shared_blocks)} shared` : "";

@@ -65,7 +65,7 @@ export class Tooltip {
     const block = this.block;
     this.abort = new AbortController();
     try {
-      const detail = await ask(`/kv/blocks/${block}`, { signal: this.abort.signal });
+      const detail = await ask(`/kv/blocks/${this.pool.nameOf(block)}`, { signal: this.abort.signal });
       if (block === this.block) this.detail = detail;
     } catch (error) {
       if (!(error instanceof ApiError)) return;
@@ -81,7 +81,7 @@ export class Tooltip {
     const { title, state, text, facts, holders } = this.parts;
     const detail = this.detail ?? {};
     const idle = this.pool.state(this.block) === "free";
-    say(title, `Block ${this.block}`);
+    say(title, `Block ${this.pool.nameOf(this.block)}`);
     say(state, this.pool.describe(this.block));
     text.hidden = idle || (this.detail !== null && !detail.text);
     text.classList.toggle("waiting", this.detail === null);
@@ -114,7 +114,8 @@ export class Tooltip {
   }
 
   link(block) {
-    return el("button", { type: "button", class: "link", onclick: () => this.goTo(block) }, `block ${block}`);
+    const onclick = () => this.goTo(this.pool.cellOf(block));
+    return el("button", { type: "button", class: "link", onclick }, `block ${block}`);
   }
 
   holders(holders) {

@@ -2,12 +2,15 @@
 
 import os
 import signal
+from typing import Any
 
 import httpx
 import psutil
 
 from tests.e2e.server import Server, wait_until
 from tests.e2e.streams import PROMPT, Streams
+
+BLOCK = 16  # tokens, the default block_size
 
 
 def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm(tmp_path: object) -> None:
@@ -40,9 +43,32 @@ def kill_while_streaming(server: Server, kind: str) -> None:
         os.kill(server.children(kind)[0], signal.SIGKILL)
 
 
-def test_a_killed_runner_costs_only_time() -> None:
+def requests(server: Server, state: str) -> list[dict[str, Any]]:
+    """Those of /kv/requests in this state."""
+    found = httpx.get(f"{server.url}/kv/requests?state={state}&limit=100", timeout=10).json()
+    return list(found["requests"])
+
+
+def two_blocks_computed(server: Server) -> bool:
+    """Whether every stream has."""
+    sequences = [sequence for each in requests(server, "running") for sequence in each["sequences"]]
+    return len(sequences) == 4 and min(sequence["num_computed"] for sequence in sequences) >= 2 * BLOCK
+
+
+def test_a_killed_runner_costs_only_time_and_a_block_of_tokens() -> None:
     with Server(runners=2) as server:
-        kill_while_streaming(server, "gpu_runner")
+        with Streams(server):
+            wait_until(lambda: two_blocks_computed(server), "two blocks of each stream")
+            os.kill(server.children("gpu_runner")[0], signal.SIGKILL)
+        again = [each for each in requests(server, "ended") if each["attempt"] > 0]
+        assert again
+        for each in again:
+            lookup = each["lookup"]
+            cached = lookup["hit_blocks"] * BLOCK + lookup["copied_tokens"]
+            assert lookup["num_tokens"] > 2 * BLOCK
+            assert lookup["num_tokens"] - cached <= BLOCK + 1, (
+                each
+            )  # the last token is new: nobody computed it
         wait_until(server.ready, "ready again", 60)
         wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
 

@@ -23,7 +23,9 @@ def test_a_rolling_restart_loses_nothing() -> None:
     with Server(frontends=2, drain_seconds=120) as server, Streams(server, max_tokens=80) as streams:
         restart(server, "gpu_runner")
         assert streams.running == 4
-        assert server.metrics()["pagekeeper_resubmitted_requests_total"] == 0  # handed over, not lost
+        metrics = server.metrics()
+        assert metrics["pagekeeper_resubmitted_requests_total"] == 0  # handed over, not lost
+        assert metrics["pagekeeper_recomputed_tokens_total"] == 0
         restart(server, "kvmanager")
         for _ in range(2):
             restart(server, "services")

@@ -1,5 +1,6 @@
 """Questions in few words, a follower of events, and pages put together: for tests of what can be asked."""
 
+import random
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from kvmanager.protocol import (
     RequestInfo,
     RequestsPage,
     RequestsQuery,
+    TextPart,
 )
 from kvmanager.state import State
 from tests.kvmanager.fake_clients import FakeFrontend
@@ -38,6 +40,7 @@ class Asker:
     def __init__(self, place: Scene | World, client: "int | FakeFrontend") -> None:
         self._place = place
         self._client = client
+        self.between: Callable[[], object] = lambda: None
 
     def ask(self, message: Query) -> Any:
         """The answer. The frontend must have a session."""
@@ -56,9 +59,25 @@ class Asker:
             place.carry_out(effects)
         return answer
 
-    def explain(self, tokens: list[int], salt: str = "", tenant: str = "") -> Explanation:
-        answer: Explanation = self.ask(ExplainQuery(1, tuple(tokens), salt, tenant))
+    def explain(self, tokens: list[int], salt: str = "", tenant: str = "", part: int = 0) -> Explanation:
+        """In parts of so many tokens, and with `between` each of them, if that is given."""
+        start = 0
+        while part and len(tokens) - start > part:
+            self.tell(TextPart(1, tuple(tokens[start : start + part]), salt, tenant))
+            self.between()
+            start += part
+        answer: Explanation = self.ask(ExplainQuery(1, tuple(tokens[start:]), salt, tenant))
         return answer
+
+    def tell(self, message: TextPart) -> None:
+        """What has no answer. It is left out where the frontend has lost its session."""
+        place, client = self._place, self._client
+        if isinstance(place, Scene):
+            assert isinstance(client, int)
+            place.send(client, message)
+        else:
+            assert not isinstance(client, int)
+            client.send(message)
 
     def plan(self, tokens: list[int], max_tokens: int = 4, **more: Any) -> PlanAnswer:
         answer: PlanAnswer = self.ask(PlanQuery(2, tuple(tokens), max_tokens, **more))
@@ -113,6 +132,21 @@ class Asker:
             first += page.checked
             if first >= page.num_blocks:
                 return faults
+
+
+EVERY_KIND = {
+    *("hit", "never_seen", "evicted", "partial", "being_computed", "from the tier"),
+    *("start", "wait_for_turn", "wait_for_prefix", "wait_for_room", "refuse"),
+    *("evicts", "preempts", "evicted by a command", "not evicted, as in use"),
+    *("cleared in_use", "cleared by force some"),
+}
+"""Of answers, each of which a long history must bring."""
+
+
+def text(chance: random.Random) -> list[int]:
+    """Few beginnings, so that texts meet."""
+    head = chance.choice([[], [0] * 4, [0] * 12, [0, 0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    return [*head, *(chance.randrange(2) for _ in range(chance.randrange(1, 7)))]
 
 
 TIERS: tuple[Literal["pool", "disk"], ...] = ("pool", "disk")

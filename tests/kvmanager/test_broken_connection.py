@@ -35,6 +35,9 @@ class AlwaysHeld:
     def held(self) -> bool:
         return True
 
+    def discard(self, path: Path) -> None:
+        assert path == self.path
+
     def close(self) -> None:
         self.path = Path()
 
@@ -72,3 +75,21 @@ def test_a_session_by_another_connection_is_fenced(server: server_module.Server,
         assert isinstance(again, Welcome)
         assert again.session != welcome.session
         assert isinstance(ask(server, second, encode(again.session), StatsQuery(3)), Stats)
+
+
+def test_the_last_that_a_process_has_said_is_read_before_its_death_counts(
+    server: server_module.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello = FrontendHello(PROTOCOL_VERSION, "frontend", "frontend", "ipc://tokens")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(manager_endpoint(str(tmp_path)))
+        welcome = ask(server, client, b"", hello)
+        assert isinstance(welcome, Welcome)
+        client.send_multipart([encode(welcome.session), encode(StatsQuery(1))])
+        assert server._socket.poll(WAIT)
+        monkeypatch.setattr(AlwaysHeld, "held", lambda self: False)
+        server._watch(0.0)
+        assert client.poll(WAIT)
+        assert isinstance(decode_to_frontend(client.recv_multipart()[1]), Stats)
+        assert server._core.state.clients == {}

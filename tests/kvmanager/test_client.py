@@ -110,6 +110,38 @@ def hold(path: Path) -> "subprocess.Popen[str]":
     return process
 
 
+def test_one_that_is_taken_for_a_moment_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a manager that removes the file of a dead process hinders no successor."""
+    process = hold(tmp_path / "name")
+    waits: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        process.communicate()
+
+    monkeypatch.setattr(liveness.time, "sleep", pause)
+    HeldLock(tmp_path / "name").release()
+    assert len(waits) == 1
+
+
+def test_only_the_file_of_a_process_that_died_is_discarded(tmp_path: Path) -> None:
+    process = hold(tmp_path / "alive")
+    for name in ("dead", "moved"):
+        (tmp_path / name).touch()
+    (tmp_path / "essay").write_text("of another program")
+    moved = WatchedLock(tmp_path / "moved")
+    (tmp_path / "moved").rename(tmp_path / "old")
+    (tmp_path / "moved").write_text("another file")
+    moved.discard(tmp_path / "moved")
+    moved.discard(tmp_path / "moved" / "17")
+    moved.close()
+    assert held_locks(tmp_path, but="old", tidy=True) == ("alive",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alive", "essay", "moved", "old"]
+    process.communicate()
+
+
 def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     path = tmp_path / "name"
     process = hold(path)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvmanager.asking.event_log import EventLog
@@ -70,6 +71,31 @@ def test_where_a_text_leaves_what_is_cached(
     )
 
 
+def test_who_asks_after_many_events_is_told_when_they_were_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = AskedScene(4)
+    for name in "abc":
+        scene.run(scene.client, scene.worker, submission(name, [ord(name)] * 13))  # evicts what was before
+    at_once = scene.asker.explain(TEXT)
+    assert at_once.reason == "evicted"
+    events = scene.pool.log.last
+    scene = AskedScene(4)
+    for name in "abc":
+        scene.run(scene.client, scene.worker, submission(name, [ord(name)] * 13))
+    scene.received(scene.client)
+    monkeypatch.setattr("kvmanager.core.AT_ONCE", 5)
+    scene.send(scene.client, ExplainQuery(1, tuple(TEXT)))
+    ticks = 0
+    while not (answers := scene.received(scene.client)):
+        scene.take(scene.core.tick(scene.now))
+        ticks += 1
+    assert msgspec.structs.replace(answers[0], query_id=at_once.query_id) == at_once
+    assert ticks == (events - 1) // 5
+    scene.send(scene.client, ExplainQuery(2, tuple(TEXT)))
+    assert len(scene.received(scene.client)) == 1
+
+
 def test_another_salt_is_another_cache() -> None:
     said = AskedScene().asker.explain(TEXT, salt="mine")
     assert (said.reason, said.num_cached_tokens, said.sibling) == ("never_seen", 0, None)
@@ -85,6 +111,17 @@ def test_who_needed_the_room_of_what_is_gone() -> None:
     assert said.eviction is not None
     assert (said.eviction.seconds_ago, said.eviction.cause) == (3.0, "capacity")
     assert said.eviction.request_id == "greedy"
+
+
+def test_a_lost_tail_is_said_where_the_text_goes_on_from_it() -> None:
+    scene = AskedScene(6)
+    scene.run(scene.client, scene.worker, submission("greedy", [1] * 24, max_tokens=1))
+    for text in (TEXT[:9], [*TEXT[:8], 5, 5]):  # what came before its tail is the first to be told of
+        assert scene.asker.explain(text).reason == "evicted"
+    scene.run(scene.client, scene.worker, submission("again", TEXT[:8], max_tokens=1))
+    said = scene.asker.explain([*TEXT, 7])
+    assert (said.num_cached_tokens, said.reason) == (8, "evicted")
+    assert scene.asker.explain([*TEXT[:8], 5, 5]).reason == "never_seen"
 
 
 def test_a_tenant_is_not_told_whose_room_it_was() -> None:

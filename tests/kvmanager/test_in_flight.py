@@ -67,12 +67,14 @@ def test_one_prefill_serves_all() -> None:
     assert crowd.waits == 31
 
 
-def test_a_cancelled_producer_is_replaced_at_once() -> None:
+def test_a_cancelled_producer_is_replaced_when_its_step_is_over() -> None:
     crowd = Crowd()
     crowd.compute(crowd.first, 4)
     crowd.scene.send(crowd.frontend, Cancel("r0", 0))
+    assert not crowd.starts()
+    crowd.send(crowd.first, StepReport(ended=(Ended(crowd.first.start_id, 0, (), 8, "cancelled"),)))
     (second,) = crowd.starts()
-    assert (second.request_id, cached([second])) == ("r1", [4])
+    assert (second.request_id, cached([second])) == ("r1", [8])
     crowd.compute(second, 13)
     assert cached(crowd.starts()) == [12] * 30
 

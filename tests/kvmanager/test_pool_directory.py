@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvmanager import pool_directory
+from kvmanager import memory, pool_directory
 from kvmanager.errors import PagekeeperError
 from kvmanager.paths import default_pool_directory, lock_path, manager_endpoint, prepare, socket_endpoint
 from kvmanager.protocol import Layout
@@ -122,6 +122,32 @@ def test_more_than_is_free_is_refused_before_any_of_it_is_taken(
     huge = LAYOUT.block_bytes << 50
     with pytest.raises(PagekeeperError, match="bytes are free; lower pool_bytes"):
         pool_directory.create(directory, LAYOUT, huge)
+
+
+def test_more_than_the_memory_that_is_left_is_refused(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = SIZE + 10 * record_bytes(LAYOUT.block_size)
+    monkeypatch.setattr(memory, "available_for", lambda directory: wanted - 1)
+    with pytest.raises(PagekeeperError, match=f"which is memory: {wanted - 1} bytes of it are left; lower"):
+        pool_directory.create(directory, LAYOUT, SIZE)
+    assert pool_directory.create(directory, LAYOUT, SIZE - 1) == 9
+
+
+def test_what_is_no_file_in_the_place_of_one_is_said(directory: str) -> None:
+    for name in ("layout.json", "kv.bin"):
+        (Path(directory) / name).mkdir()
+        with pytest.raises(PagekeeperError, match=f"{name} is no file of a pool .* move it away"):
+            pool_directory.create(directory, LAYOUT, SIZE)
+        if name == "layout.json":
+            with pytest.raises(PagekeeperError, match="is no file of a pool"):
+                pool_directory.read_layout(directory)
+        (Path(directory) / name).rmdir()
+
+
+def test_a_directory_without_a_name_is_refused() -> None:
+    with pytest.raises(PagekeeperError, match="pool_directory is empty"):
+        prepare("")
 
 
 def test_too_little_space_names_the_bytes_and_the_setting(

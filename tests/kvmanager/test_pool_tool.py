@@ -68,6 +68,8 @@ def test_no_pool_and_no_directory(capsys: pytest.CaptureFixture[str], tmp_path: 
     code, text = run(capsys, f"{tmp_path}/none", "check")
     assert code == 1
     assert "there is no directory" in text
+    code, text = run(capsys, "", "remove")
+    assert (code, "pool_directory is empty" in text) == (1, True)
     assert pool_tool.main(["--help"], {}) == 0
     assert pool_tool.main(["empty"], {}) == pool_tool.main([], {}) == 2
 

@@ -180,6 +180,7 @@ def test_a_killed_runners_blocks_come_back(daemon: Daemon) -> None:
         assert wait_for(frontend, RunnerLost).requests == (("a", 0),)
         stats = stats_when(frontend, lambda stats: not stats.runners)
         assert (stats.pool.cached, stats.pool.free + 2) == (2, stats.pool.num_blocks)
+        assert not lock_path(daemon.directory, "runner-child").exists()
 
 
 def test_a_killed_frontends_requests_are_cancelled(daemon: Daemon) -> None:
@@ -233,10 +234,12 @@ def test_a_killed_manager_starts_warm(daemon: Daemon) -> None:
         runner.send(StepReport(progress=(Progress(start.start_id, 0, (), 9),), credits_wanted=1))
         wait_for(runner, Directives)
         daemon.stop(signal.SIGKILL)
+        lock_path(daemon.directory, "killed-as-well").touch()
         daemon.start()
         for client in (frontend, runner):
             wait_for(client, Fenced)
             client.connect(DEADLINE)
+        assert not lock_path(daemon.directory, "killed-as-well").exists()
         stats = stats_when(frontend, lambda stats: stats.pool.quarantined == 2)
         assert stats.pool.cached == 2
         runner.send(Ready())
@@ -305,7 +308,7 @@ def test_a_directory_that_cannot_be_read_is_said_in_one_line(daemon: Daemon) -> 
     _, errors = daemon.process.communicate(timeout=DEADLINE)
     assert daemon.process.returncode == 1
     assert errors.count("\n") == 1
-    assert "layout.json" in errors
+    assert "layout.json is no file of a pool (Is a directory); move it away" in errors
 
 
 def test_a_hello_without_a_held_lock_is_refused(daemon: Daemon) -> None:

@@ -58,18 +58,18 @@ def test_a_manager_that_restarts_faster_than_anyone_polls_is_noticed_by_its_boot
 def test_a_late_cancel_for_an_old_request_whose_id_is_used_again_does_not_touch_the_new_one() -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
-    start, _ = scene.submit(frontend, runner, submission("a", [1] * 4))
+    start, _ = scene.submit(frontend, runner, submission("a", [1] * 3))
     again = scene.hello(FrontendHello(PROTOCOL_VERSION, "f", "f", "ipc:///another"))  # it has started again
     assert scene.received(runner)[0].cancels == (start.start_id,)
-    new, _ = scene.submit(again, runner, submission("a", [1] * 4))
+    new, _ = scene.submit(again, runner, submission("a", [1] * 3))
     assert scene.received(again) == [Accepted("a", 0)]
     assert frontend in scene.ended  # what comes under the old session is fenced before the core sees it
-    scene.end(runner, start, 4, "cancelled")
+    scene.end(runner, start, 3, "cancelled")
     scene.send(again, Cancel("a", -1))
     scene.send(again, Cancel("a", 1))
     assert not scene.received(runner)
     assert list(scene.core.state.runners[0].active) == [new.start_id]
-    scene.send(runner, StepReport(ended=(Ended(new.start_id, 0, (1,), 4, "finished"),)))
+    scene.send(runner, StepReport(ended=(Ended(new.start_id, 0, (1,), 3, "finished"),)))
     newer, _ = scene.submit(again, runner, submission("b", [1] * 4))
     scene.send(again, Cancel("a", 0))  # the client's own, come late
     assert not scene.received(runner)

@@ -29,22 +29,22 @@ def sampled(**params: object) -> Submit:
 def test_submits_are_idempotent_and_a_higher_attempt_replaces() -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
-    message = submission("a", [1] * 4)
+    message = submission("a", [1] * 3)  # no full block, for which the newer one would wait
     start, _ = scene.submit(frontend, runner, message)
     scene.send(frontend, message)
     assert scene.received(frontend) == [Accepted("a", 0)] * 2
     assert not scene.received(runner)
-    newer = Submit("a", 1, 0.0, (1, 1, 1, 1), (Choice(0, (2,)),), SamplingParams(4, 1))
+    newer = Submit("a", 1, 0.0, (1, 1, 1), (Choice(0, (2,)),), SamplingParams(4, 1))
     scene.send(frontend, newer)
     (directives,) = scene.received(runner)
     assert directives.cancels == (start.start_id,)
     assert [started.attempt for started in directives.starts] == [1]
     scene.send(frontend, message)
     assert len(scene.core.state.actives()) == 2
-    scene.end(runner, start, 4, "cancelled")
+    scene.end(runner, start, 3, "cancelled")
     (active,) = scene.core.state.actives()
     assert active.request.submit.attempt == 1
-    scene.send(runner, StepReport(ended=(Ended(active.start_id, 0, (), 5, "finished"),)))
+    scene.send(runner, StepReport(ended=(Ended(active.start_id, 0, (), 4, "finished"),)))
     scene.send(frontend, newer)
     assert not scene.core.state.actives()
     assert not len(scene.core.state.waiting)

@@ -34,6 +34,7 @@ from kvmanager.protocol import (
     RequestsQuery,
     SequenceInfo,
     Sibling,
+    own_number,
 )
 
 BLOCK_SIZE = 16
@@ -177,16 +178,18 @@ class FakeCache:
         )
 
     def _on_BlockQuery(self, query: BlockQuery) -> BlockDetail:
-        block = self.blocks[query.block_id] if query.block_id < len(self.blocks) else None
-        if query.block_id >= len(self.blocks) or (block and not self._visible(block, query.tenant)):
+        found = self.find(query.block_hash) if query.block_hash else query.block_id
+        number = len(self.blocks) if found is None else found
+        block = self.blocks[number] if number < len(self.blocks) else None
+        if number >= len(self.blocks) or (block and not self._visible(block, query.tenant)):
             return BlockDetail(query.query_id, self.at)
         if block is None:
-            return BlockDetail(query.query_id, self.at, (query.block_id, 0), "FREE")
+            return BlockDetail(query.query_id, self.at, (number, 0), "FREE")
         parent = self.find(block.parent)
         return BlockDetail(
             query.query_id,
             self.at,
-            (query.block_id, 1),
+            (own_number(block.hash), 0) if query.tenant else (number, 1),
             "CACHED",
             block_hash=block.hash.hex(),
             parent_hash=block.parent.hex(),
@@ -249,10 +252,13 @@ class FakeCache:
 
     def _on_RequestsQuery(self, query: RequestsQuery) -> RequestsPage:
         found = [i for i in self.requests if query.request_id in ("", i.request_id)]
-        start = int(query.cursor or 0) if (query.cursor or "0").isdecimal() else 0
+        start = int(float.fromhex(query.cursor.split()[0])) if query.cursor else 0
         end = start + query.limit
         return RequestsPage(
-            query.query_id, self.at, tuple(found[start:end]), str(end) if end < len(found) else ""
+            query.query_id,
+            self.at,
+            tuple(found[start:end]),
+            f"{float(end).hex()} 0 {found[end - 1].request_id}" if end < len(found) else "",
         )
 
     def _on_AuditQuery(self, query: AuditQuery) -> AuditPage:

@@ -61,12 +61,12 @@ Script = Callable[[Submit, int], list[int]]
 WAIT_SECONDS = 20.0
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll until `condition` holds; AssertionError that names `what` after WAIT_SECONDS."""
-    deadline = time.monotonic() + WAIT_SECONDS
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
+    """Poll until `condition` holds; AssertionError that names `what` after so many seconds."""
+    deadline = time.monotonic() + seconds
     pause = threading.Event()
     while not condition():
-        assert time.monotonic() < deadline, f"waited {WAIT_SECONDS} s for: {what}"
+        assert time.monotonic() < deadline, f"waited {seconds} s for: {what}"
         pause.wait(0.005)
 
 

@@ -42,7 +42,7 @@ class KvWorld(World):
 
     def __init__(self, num_blocks: int = 24) -> None:
         self.starts: list[Start] = []
-        super().__init__(num_blocks, Policy(50, 0.05, 1e9, 100.0, pin_budget=0.4))
+        super().__init__(num_blocks, Policy(50, 0.05, 1e9, 100.0, pin_budget=0.4, tenant_pin_budget=0.2))
         self.runner: FakeRunner = self.add(FakeRunner)
         self.asker: FakeFrontend = self.add(FakeFrontend)
         config = FrontendConfig(admin_keys="root", tenant_keys="a,b", request_log=False)
@@ -112,7 +112,7 @@ class KvWorld(World):
 
         async def read() -> bytes:
             follower = Follower(self.context, Collector(cast(Any, self.backend)), tenant)
-            follower.at = since or self.core.state.at()
+            follower.at = since or self.core.state.at(tenant)
             pieces = []
             async for piece in follower.events(since is None):
                 pieces.append(piece)

@@ -125,6 +125,7 @@ def test_without_keys_other_sites_pages_and_names_are_refused() -> None:
             ({"origin": "https://evil.example"}, 403),
             ({"origin": "null", "authorization": "Bearer anything"}, 403),
             ({"host": own.replace("127.0.0.1", "localhost")}, 200),
+            ({"host": own.replace("127.0.0.1", "LocalHost")}, 200),
             ({"host": own.replace("127.0.0.1", "[::1]")}, 200),
             ({"host": "rebound.example"}, 403),
             ({"host": "[", "authorization": "Bearer anything"}, 403),

@@ -12,10 +12,19 @@ import zmq
 
 from kvmanager.client import socket_endpoint
 from kvmanager.errors import PagekeeperError
-from kvmanager.protocol import SamplingParams, TokenBatch, TokenEvent, decode_token_batch, encode
+from kvmanager.protocol import (
+    MAX_PART,
+    ExplainQuery,
+    SamplingParams,
+    TextPart,
+    TokenBatch,
+    TokenEvent,
+    decode_token_batch,
+    encode,
+)
 from services import backend as module
 from services.api.generation import Generation, Signal
-from services.backend import Backend
+from services.backend import Backend, in_parts
 from services.metrics import Metrics
 from services.tracker import Output, Request, Tracker
 from services.unreadable import QUIET, Unreadable
@@ -185,3 +194,15 @@ def test_noise_on_the_token_socket_is_dropped() -> None:
         assert answer.json()["choices"][0]["text"] == "fine"
         assert stack.fatal == []
         wait_until(lambda: unreadable(stack) >= 6, "the count of what cannot be read")
+
+
+@pytest.mark.parametrize("length", [1, MAX_PART, MAX_PART + 1, 2 * MAX_PART, 2 * MAX_PART + 1])
+def test_a_long_text_is_asked_about_in_parts(length: int) -> None:
+    tokens = list(range(length))
+    sent: list[Any] = [*in_parts(ExplainQuery(7, tuple(tokens), "salt", "aa" * 16))]
+    assert [type(each) for each in sent] == [*[TextPart] * (len(sent) - 1), ExplainQuery]
+    assert [token for each in sent for token in each.token_ids] == tokens
+    assert (len(sent) > 1) == (length > MAX_PART)
+    for each in sent:
+        assert (each.query_id, each.cache_salt, each.tenant) == (7, "salt", "aa" * 16)
+        assert 1 <= len(each.token_ids) <= MAX_PART

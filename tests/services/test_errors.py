@@ -65,6 +65,7 @@ WRONG_VALUES: list[tuple[str, Any]] = [
     ("logprobs", 21),
     ("prompt_logprobs", -1),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 9e-7),
     ("presence_penalty", 3),
     ("frequency_penalty", -3),
     ("min_tokens", -1),

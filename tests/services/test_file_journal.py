@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvmanager.errors import PagekeeperError
-from services.streams.file_journal import STUCK, FileFollower, FileJournal, FileJournals
+from services.streams.file_journal import STILL, STUCK, FileFollower, FileJournal, FileJournals
 from services.streams.journal import JournalError, JournalLost
 from tests.services.test_journals import ID, batch, spec
 
@@ -80,13 +80,12 @@ def test_an_owner_whose_lock_file_was_removed_gives_way_to_the_next(folder: str)
         await heir.append(batch(2, b"b"))
         follower = await journals.follow(ID)
         assert follower is not None
-        await owner.append(batch(2, b"b"))  # it does not know yet
-        with pytest.raises(JournalError, match="batch 2 does not follow event 2"):
-            await follower.refresh(0.0)
-        with pytest.raises(PagekeeperError, match="does not follow"):
-            await journals.follow(ID)
-        with pytest.raises(JournalLost, match="lock"):
+        with pytest.raises(JournalLost, match="another owns it"):
+            await owner.append(batch(2, b"B"))  # it does not know yet
+        with pytest.raises(JournalLost, match="another owns it"):
             await owner.renew()
+        await follower.refresh(0.0)
+        assert follower.state.ring.since(0) == [b"a", b"b"]
         await owner.close()
         await heir.renew()
         assert files(folder) == [ID, f"{ID}.lock"], "the lock is that of the heir"
@@ -167,6 +166,46 @@ def test_no_space_is_an_error_that_leaves_the_journal_readable(
     asyncio.run(test())
 
 
+def make_silent(folder: str, seconds: float) -> None:
+    os.utime(Path(folder) / "streams" / ID, (0, time.time() - seconds))
+
+
+def test_what_an_owner_that_stood_still_writes_reaches_nobody(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        here, there = (FileJournals(folder, 3, 1000, 600.0) for _ in range(2))
+        owner = await here.create(spec())
+        await owner.append(batch(1, b"a"))
+        assert await there.take_over(ID) is None
+        make_silent(folder, STILL + 1)
+        replace = os.replace
+
+        def just_before(*paths: Path) -> None:
+            """It goes on while it loses the journal."""
+            monkeypatch.setattr(os, "replace", replace)
+            with pytest.raises(StopIteration):
+                owner.append(batch(2, b"b")).send(None)
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", just_before)
+        heir = await there.take_over(ID)
+        assert heir is not None
+        with pytest.raises(JournalLost):
+            await owner.append(batch(3, b"C"))
+        await heir.append(batch(3, b"c"))
+        await owner.close()
+        assert await heir.renew()
+        follower = await here.follow(ID)
+        assert follower is not None
+        assert follower.state.ring.since(0) == [b"a", b"b", b"c"]
+        await follower.close()
+        await heir.remove()
+        assert files(folder) == []
+
+    asyncio.run(test())
+
+
 def test_an_owner_that_is_stopped_does_not_keep_readers_for_ever(folder: str) -> None:
     async def test() -> None:
         journals = FileJournals(folder, 3, 1000, 600.0)
@@ -175,7 +214,7 @@ def test_an_owner_that_is_stopped_does_not_keep_readers_for_ever(folder: str) ->
         follower = await journals.follow(ID)
         assert follower is not None
         await follower.refresh(0.0)
-        os.utime(Path(folder) / "streams" / ID, (0, time.time() - STUCK - 1))
+        make_silent(folder, STUCK + 1)
         with pytest.raises(JournalError, match="has done nothing for 31 s"):
             await follower.refresh(0.0)
         assert isinstance(journal, FileJournal)

@@ -32,7 +32,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Stack]:
-    with Stack(admin_keys="root", tenant_keys="acme") as stack:
+    with Stack(admin_keys="root", tenant_keys="acme,hooli") as stack:
         yield stack
 
 
@@ -80,7 +80,7 @@ def test_stats(run: Run) -> None:
 
 
 def test_a_tenant_sees_its_own_stats(run: Run) -> None:
-    status, output, _ = run("stats", "--key=acme")
+    status, output, _ = run("stats", "--key=hooli")
     assert status == 0
     assert "0 running, 0 waiting" in output
     assert "hit rate" not in output

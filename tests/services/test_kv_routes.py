@@ -9,7 +9,7 @@ import pytest
 
 from kvmanager.protocol import Evict, HolderInfo, PlanQuery, RunnerStats
 from services.auth import tenant_of
-from services.kv.state import runner_card
+from services.kv.state import runner_card, write_cursor
 from tests.services.fake_cache import BLOCK_BYTES, FakeCache, request
 from tests.services.fake_stack import Stack, says, served_model
 
@@ -30,7 +30,7 @@ GETS = (
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Stack]:
-    with Stack(admin_keys="root", tenant_keys="acme", api_keys="user") as stack:
+    with Stack(admin_keys="root", tenant_keys="acme,hooli,initech", api_keys="user") as stack:
         yield stack
 
 
@@ -89,16 +89,17 @@ def test_stats_for_an_admin_and_for_a_tenant(stack: Stack) -> None:
     assert (runner["name"], runner["stuck"]) == ("runner-0", False)
     silent = RunnerStats("runner-1", 3, True, False, 1, 2, last_report_age=11.0)
     assert [runner_card(silent, seconds).stuck for seconds in (10.0, 12.0)] == [True, False]
-    own = ask(stack, "stats", "acme")
+    cache.store([2] * 40, tenant=tenant_of(b"hooli"))
+    own = ask(stack, "stats", "hooli")
     assert own["requests"] == {"running": 2, "waiting": 1}
     assert set(own) == {"boot_id", "sequence", "pool", "requests", "pins"}
-    assert (own["pool"]["used_tokens"], own["pool"]["free"]) == (None, 60)
+    assert (own["pool"]["used_tokens"], own["pool"]["free"], own["pool"]["cached"]) == (None, None, 3)
 
 
 def test_the_map_in_pages(stack: Stack) -> None:
     cache = stack.manager.cache
     cache.store([1] * 40)
-    cache.store([2] * 16, tenant=tenant_of(b"acme"))
+    cache.store([2] * 16, tenant=tenant_of(b"initech"))
     cache.change(0, age=12.7, ref_count=3)
     cache.page = 30
     answer = ask(stack, "map")
@@ -112,12 +113,11 @@ def test_the_map_in_pages(stack: Stack) -> None:
     assert answer["flags"][:4] == [0, 0, 4, 0]
     part = ask(stack, "map", first=2, limit=70)
     assert (part["states"], part["next"]) == ("CC" + "F" * 68, 72)
-    own = ask(stack, "map", "acme")
-    assert (own["states"][:5], own["num_tokens"][:4], own["flags"][:4]) == (
-        "X" * 3 + "CF",
-        [0, 0, 0, 16],
-        [8, 8, 8, 0],
-    )
+    own = ask(stack, "map", "initech")
+    assert (own["states"], own["num_tokens"], own["num_blocks"]) == ("C", [16], 1)
+    (number,) = own["blocks"]
+    assert ask(stack, f"blocks/{number}", "initech")["block"] == number
+    assert ask(stack, f"blocks/{number + 1}", "initech", 404)["error"]["code"] == "not_found"
     assert ask(stack, "map", first=200)["states"] == ""
 
 
@@ -129,7 +129,7 @@ def test_a_block_with_its_text(stack: Stack) -> None:
     assert (answer["parent_block"], answer["num_tokens"], answer["state"]) == (first, 16, "CACHED")
     assert (answer["eviction_rank"], answer["first_token"]) == (None, 0)
     assert ask(stack, "blocks/100", status=404)["error"]["param"] == "id"
-    assert ask(stack, f"blocks/{first}", "acme", 404)["error"]["code"] == "not_found"
+    assert ask(stack, f"blocks/{first}", "hooli", 404)["error"]["code"] == "not_found"
     for wrong in ("x", "-1", "99999999999", "1.5"):
         assert ask(stack, f"blocks/{wrong}", status=400)["error"]["param"] == "id"
 
@@ -170,7 +170,9 @@ def test_requests_and_holders(stack: Stack) -> None:
     waiting = ask(stack, "requests", state="waiting")
     assert [r["request_id"] for r in waiting["requests"]] == [f"cmpl-{n}-0" for n in (0, 3, 6, 9)]
     assert (
-        ask(stack, "requests", state="waiting", limit=1, cursor="1")["requests"][0]["request_id"]
+        ask(stack, "requests", state="waiting", limit=1, cursor=write_cursor(f"{(1.0).hex()} 0 x"))[
+            "requests"
+        ][0]["request_id"]
         == "cmpl-3-0"
     )
     for name in ("cmpl-4", "cmpl-4-0"):
@@ -365,6 +367,7 @@ def test_plain_keys_see_nothing_and_everybody_else_something(stack: Stack) -> No
         ("requests", {"cursor": "x"}, "cursor"),
         ("pins", {"x": 1}, "x"),
         ("stats", {"x": 1}, "x"),
+        ("map", {"limit": [3, 4]}, "limit"),
         ("events", {"snapshot": "yes"}, "snapshot"),
     ],
 )

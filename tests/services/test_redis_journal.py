@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 from redis import Redis
 
@@ -68,6 +70,33 @@ def test_every_key_expires(redis: RedisServer) -> None:
         assert raw.zcard(INDEX) == 1
         await journal.remove()
         assert [name for name in raw.scan_iter("pagekeeper:*") if b"reader" not in name] == []
+        await journals.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda raw, name: raw.xadd(name, {"field": "of another program"}, "7-0"),
+        lambda raw, name: raw.xadd(name, {"b": "no batch"}, "7-0"),
+        lambda raw, name: raw.xadd(name, {"b": msgspec.msgpack.encode(batch(1, b"other"))}, "7-0"),
+        lambda raw, name: raw.delete(name) and raw.set(name, "text"),
+    ],
+)
+def test_keys_that_something_else_wrote_to_are_said_to_be(redis: RedisServer, replace: Any) -> None:
+    raw = Redis.from_url(redis.url)
+    raw.flushall()
+
+    async def test() -> None:
+        journals = RedisJournals(redis.url, 3, 1000, 60.0)
+        journal = await journals.create(spec())
+        await journal.append(batch(1, b"a"))
+        follower = await journals.follow(ID)
+        assert follower is not None
+        replace(raw, key(ID, "events"))
+        with pytest.raises(JournalError, match="something else has written to its keys"):
+            await follower.refresh(1.0)
         await journals.close()
 
     asyncio.run(test())

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from services.api.sse import DONE
 from services.errors import ApiError
+from services.streams.file_journal import STILL
 from services.streams.journal import Dropped
 from tests.services.fake_stack import served_model
 from tests.services.stream_frontends import Frontend, settle
@@ -65,7 +69,7 @@ ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("tokens"), st.integers(1, 4)),
         st.tuples(st.just("read"), st.integers(0, 3)),
-        st.tuples(st.sampled_from(["kill", "stop"]), st.just(0)),
+        st.tuples(st.sampled_from(["kill", "stop", "stand still"]), st.just(0)),
         st.tuples(st.just("read elsewhere"), st.integers(0, 3)),
     ),
     max_size=24,
@@ -111,6 +115,8 @@ def test_the_parts_are_the_whole(
             elif action in ("kill", "stop"):
                 await (pair[at].die() if action == "kill" else pair[at].streams.stop())
                 pair[at] = Frontend(folder, plan.__getitem__)
+            elif action == "stand still":  # as others see it, who take the stream over; then it goes on
+                os.utime(Path(folder) / "streams" / stream_id, (0, time.time() - STILL - 1))
             else:
                 at = 1 - at if action == "read elsewhere" else at
                 await client.read(pair[at], stream_id, number)

@@ -92,7 +92,7 @@ def test_a_killed_frontend_costs_no_token(redis_url: str) -> None:
         manager.script = says(TEXT, TEXT[::-1])
         processes = [Process(stack, redis_url) for _ in range(3)]
         try:
-            wait_until(lambda: all(process.ready for process in processes), "the frontends")
+            wait_until(lambda: all(process.ready for process in processes), "the frontends", 90)
             whole = httpx.post(f"{processes[0].url}/v1/completions", json=BODY, timeout=20)
             undisturbed = summary(list(parse(iter(whole.text.split("\n")))))
             assert undisturbed[3:] == [TEXT, TEXT[::-1]]

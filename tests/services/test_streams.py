@@ -176,11 +176,16 @@ def test_it_can_be_ended_on_any_frontend(stack: Stack, at: int) -> None:
     stream_id, _ = first_of(stack, 1)
     url = f"{stack.urls[at]}/v1/streams/{stream_id}"
     assert httpx.delete(url, headers=keyed("two")).status_code == 404
-    with httpx.stream("GET", f"{stack.url}/v1/streams/{stream_id}", headers=keyed(), timeout=20) as reader:
+    here, there = (
+        httpx.stream("GET", f"{base}/v1/streams/{stream_id}", headers=keyed(), timeout=20)
+        for base in stack.urls
+    )
+    with here as one, there as other:
         assert httpx.delete(url, headers=keyed()).json() == {"id": stream_id, "deleted": True}
-        *_, (number, error), done = parse(reader.iter_lines())
-    assert (number, json.loads(error)["error"]["code"]) == (None, "not_found")
-    assert done == (None, "[DONE]")
+        for reader in (one, other):
+            *_, (number, error), done = parse(reader.iter_lines())
+            assert (number, json.loads(error)["error"]["code"]) == (None, "not_found")
+            assert done == (None, "[DONE]")
     wait_until(lambda: len(stack.manager.cancels) == 1, "the cancel")
     for method in ("GET", "DELETE"):
         assert resume(stack.urls[1 - at], stream_id, method=method).status_code == 404

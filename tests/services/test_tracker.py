@@ -116,6 +116,17 @@ def test_a_lost_runner_resubmits_only_what_is_unfinished() -> None:
     assert [(choice.index, choice.output_token_ids) for choice in message.choices] == [(1, (8, 9))]
 
 
+def test_what_goes_without_the_cache_has_it_again_once_its_prompt_was_answered() -> None:
+    tracker, request = connected(), new_request()
+    request.read_cache = False
+    (first,) = tracker.submit(0.0, request).send
+    (second,) = tracker.heard(1.0, RunnerLost((("r", 0),))).send
+    tokens(tracker, event(request, 0, (7,)))
+    (third,) = tracker.heard(1.0, RunnerLost((("r", 1),))).send
+    submits = [message for message in (first, second, third) if isinstance(message, Submit)]
+    assert [message.read_cache for message in submits] == [False, False, True]
+
+
 def test_a_request_that_gets_on_between_two_deaths_is_not_given_up() -> None:
     tracker, request = connected(), new_request()
     tracker.submit(0.0, request)

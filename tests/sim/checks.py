@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING, Final
 
-from kvmanager.pool.block_pool import QUARANTINED, RESERVED, SEALED, BlockPool
+from kvmanager.pool.block_pool import ANYBODY, QUARANTINED, RESERVED, SEALED, BlockPool, BlockRecord
 from kvmanager.pool.hashing import salt_digest, token_array
 from kvmanager.protocol import Directives
 from kvmanager.records import unpack
@@ -43,7 +43,7 @@ def check_starts(cells: list[list[int]], disk: Disk, directives: Directives, sal
                 block, generation = sequence.block_table[index]
                 part = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
                 assert cells[block] == right[part], f"start {start.start_id}: block {block} holds others"
-                record = unpack(disk.records[block], BLOCK_SIZE)
+                record = kept(disk, block, generation)
                 packed = token_array(tokens[part]).tobytes()
                 assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
                 assert record is None or (record.salt, record.tokens) == (salt, packed), f"{start}: {record}"
@@ -51,12 +51,19 @@ def check_starts(cells: list[list[int]], disk: Disk, directives: Directives, sal
             assert (sequence.copy_from is None) == (not tail), start
             if sequence.copy_from is not None:
                 block, generation = sequence.copy_from
-                record = unpack(disk.records[block], BLOCK_SIZE)
+                record = kept(disk, block, generation)
                 assert cells[block][: len(tail)] == tail, (
                     f"start {start.start_id}: source {block} holds others"
                 )
                 assert record is None or record[:2] == (SEALED, generation), f"{start}: {record}"
                 assert record is None or record.salt == salt, f"{start}: {record}"
+
+
+def kept(disk: Disk, block: int, generation: int) -> BlockRecord | None:
+    """The record of a block to read, unless a forced Clear came meanwhile: then nobody else may have it."""
+    record = unpack(disk.records[block], BLOCK_SIZE)
+    unfound = record is not None and record[:3] == (RESERVED, generation, ANYBODY)
+    return None if unfound else record
 
 
 class Contents:
@@ -69,7 +76,7 @@ class Contents:
     def check(self, pool: BlockPool, blocks: set[int]) -> None:
         """No findable block among `blocks` holds other tokens than those of its hash's whole chain."""
         for block in sorted(blocks):
-            if pool.block_hash[block]:
+            if pool.block_hash[block] and block not in pool.unfound:
                 right = self._of(pool, pool.block_hash[block], block)
                 held = self._cells[block][: len(right)]
                 assert held == right, f"block {block} is findable and holds other tokens"

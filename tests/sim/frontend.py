@@ -3,9 +3,14 @@
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
+
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Cancel,
+    Clear,
+    Cleared,
+    Evict,
     Fenced,
     FrontendHello,
     Pin,
@@ -117,6 +122,13 @@ class Frontend(Process):
     def unpin(self, name: str) -> None:
         self._ask(Unpin(self._queries, name))
 
+    def command(self, message: Evict | Clear) -> None:
+        """A part of it is done; that is enough."""
+        if self.tracker.connected:
+            self._queries += 1
+            self.world.statistics["commands"] += 1
+            self._outbox.append(msgspec.structs.replace(message, query_id=self._queries))
+
     def _ask(self, message: Pin | Unpin) -> None:
         """One question about a name at a time."""
         if message.name not in self._asked and self.tracker.connected:
@@ -159,6 +171,9 @@ class Frontend(Process):
                 self.pins.pop(name, None)  # nobody knows what became of it
             self._asked.clear()
             self._apply(self.tracker.connect(self.world.now))
+        elif isinstance(message, Cleared):
+            did = "refused" if message.code else "did something" if message.evicted else "did nothing"
+            self.world.statistics[f"commands that {did}"] += 1
         elif isinstance(message, PinsAnswer):
             self._pins_answered(message)
         elif message is not None:

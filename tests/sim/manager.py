@@ -31,7 +31,7 @@ class ManagerKilledError(Exception):
 
 
 class LockFile:
-    """One inode in `locks/`. It stays when its holder is killed, and is unlinked by one that exits."""
+    """One inode in `locks/`. One that exits unlinks its own, and the manager those of the killed."""
 
     def __init__(self) -> None:
         self.held = True
@@ -98,6 +98,9 @@ class Manager:
     watch: Callable[[Core, Effects], None] = staticmethod(lambda core, effects: None)
     """Told of each event's effects before they are carried out."""
 
+    about_to_lose: Callable[[Core, str, bool], None] = staticmethod(lambda core, lock, heard_all: None)
+    """Told before the core that a process has died, and whether all that it had sent was read."""
+
     trace: Callable[[str, str, Any], None] = staticmethod(lambda who, what, detail: None)
 
     def take(self, now: float, connection: Connection, frames: Frames) -> None:
@@ -126,13 +129,21 @@ class Manager:
     def tick(self, now: float) -> None:
         """Who lives, and the passing of time."""
         for name in [name for name, lock in self._watched.items() if not lock.held]:
-            del self._watched[name]
+            if self.disk.locks.get(name) is self._watched.pop(name):
+                del self.disk.locks[name]
+            self.about_to_lose(self.core, name, not self._unread(name))
             self._carry_out(self.core.process_died(now, name))
         for copy, promotion, good in self.copier.step():
             if promotion and good:
                 self.touched.add(copy.block)
             self._carry_out(self.core.copied(now, copy, promotion, good, 0.001))
         self._carry_out(self.core.tick(now))
+
+    def _unread(self, lock: str) -> bool:
+        """Whether something that the process with this lock has sent waits, or was lost."""
+        client = self.core.state.by_lock.get(lock)
+        peer = self._peers.get(client.client_id) if client is not None else None
+        return peer is None or bool(peer.connection.up) or peer.identity != peer.connection.identity
 
     def _tier(self) -> Tier | None:
         """Some worlds have none."""

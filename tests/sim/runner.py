@@ -62,6 +62,7 @@ class Runner(Process):
         )
         self.scheduler = Scheduler(limits, EOS_TOKEN_IDS)
         self.plan = None
+        self.unreported: dict[tuple[int, int], int] = {}  # tokens of the step that no report tells of yet
         self.told = self.dismissed = False
         self.rests = False
 
@@ -110,6 +111,7 @@ class Runner(Process):
         if (report := self.scheduler.report()) is not None:
             self.rests = False
             self.send(report)
+        self.unreported = {}
 
     def _may_exit(self) -> bool:
         """As the server has it: all is handed back, or there is no session, or the time for it is over."""
@@ -121,6 +123,9 @@ class Runner(Process):
     def _compute(self) -> None:
         plan, self.plan = self.plan, None
         assert plan is not None
+        self.unreported = {
+            (item.sequence.start_id, item.sequence.choice): item.length for item in plan.scheduled
+        }
         for endpoint, events in self.scheduler.update(plan, self.engine.execute(plan)).items():
             self._add(endpoint, events)
 

@@ -68,7 +68,7 @@ class Sharing:
         for block in sorted(changed, key=lambda block: -1 if pool is None else pool.sealed_at[block]):
             assert pool is not None
             self._texts.pop(block, None)
-            if pool.block_hash[block]:
+            if pool.block_hash[block] and block not in pool.unfound:
                 text = self._text(core, block)
                 own = len(pool.tokens[block]) // 4
                 self._texts[block] = Text(pool.salt[block], text, len(text) - own)

@@ -17,7 +17,7 @@ from gpu_runner.shared_tails import SharedTails
 from kvmanager.core import Core
 from kvmanager.pool.ledger import Ledger
 from kvmanager.scheduling import admission, requests, sessions
-from kvmanager.state import Effects
+from kvmanager.state import Effects, State
 from kvmanager.tier.tiers import Copy
 from tests.sim.simulate import SimulationError, simulate
 
@@ -43,6 +43,7 @@ MET = (
         "pins pin_budget",
         "pins not_cached",
         "handed over",
+        "handed on",
         "copied tails",
         "prefix waits",
         "recomputed tokens",
@@ -87,7 +88,21 @@ def copied_well(core: Core, now: float, copy: Copy, promotion: bool, good: bool,
     return COPIED(core, now, copy, promotion, True, seconds)
 
 
+def gone_with_its_blocks(state: State, lock: str, now: float) -> None:
+    """Nothing that was sealed under the process is found any more."""
+    pool, client = state.pool, state.by_lock.get(lock)
+    for active in state.actives() if pool is not None else ():
+        for sequence in active.sequences.values() if active.runner is client else ():
+            pool.log.cause = "clear"
+            for block in sequence.table:
+                if pool.block_hash[block] and block not in pool.unfound:
+                    pool.unfind(block)
+            pool.log.cause = "capacity"
+    GONE(state, lock, now)
+
+
 COPIED = Core.copied
+GONE = sessions.gone
 PLANTED = {
     "a shared tail is written in place": (SharedTails, "is_shared", lambda self, block: False),
     "salts are ignored": (requests, "salt_digest", lambda salt: b""),
@@ -98,6 +113,7 @@ PLANTED = {
     ),
     "nobody waits for a prefix": (admission, "in_flight", lambda state, pool, request, plan: None),
     "the tail that others write on is sealed": (Ledger, "ref_count", lambda self, block: 1),
+    "a dead runner's blocks are forgotten": (sessions, "gone", gone_with_its_blocks),
     "what a failed copy has left is content": (Core, "copied", copied_well),
     "a fenced runner's blocks are reused": (sessions, "quarantine_of", lambda state, lock: None),
 }

@@ -3,7 +3,7 @@
 from random import Random
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from kvmanager.protocol import BeamParams, SamplingParams
+from kvmanager.protocol import BeamParams, Clear, Evict, SamplingParams
 from kvmanager.state import Policy
 from tests.sim.model import BLOCK_SIZE, MAX_MODEL_LEN, VOCABULARY
 from tests.sim.runner import Capacity
@@ -41,6 +41,7 @@ class Shape(NamedTuple):
     faults: tuple[str, ...]
     cancel_rate: float
     pin_rate: float
+    command_rate: float
 
 
 def shape(seed: int, random: Random) -> Shape:
@@ -59,6 +60,7 @@ def shape(seed: int, random: Random) -> Shape:
         fault_rate=FAULT_RATES[seed % len(FAULT_RATES)],
         cancel_rate=random.choice((0.0, 0.002, 0.01)),
         pin_rate=random.choice((0.0, 0.01)),
+        command_rate=random.choice((0.0, 0.004)),
     )
 
 
@@ -67,6 +69,7 @@ class Workload:
 
     def __init__(self, random: Random, shape: Shape) -> None:
         self._random = random
+        self._shape = shape
         self._usable = shape.num_blocks  # beside all that may be pinned
         if shape.pin_rate:
             self._usable -= int(Policy.pin_budget * shape.num_blocks)
@@ -108,6 +111,11 @@ class Workload:
             never_fits=never_fits,
         )
 
+    def control(self, frontend: "Frontend") -> None:
+        """A pin or a command, as often as either shall be."""
+        pins = self._random.random() * (self._shape.pin_rate + self._shape.command_rate)
+        (self.pin if pins < self._shape.pin_rate else self.command)(frontend)
+
     def pin(self, frontend: "Frontend") -> None:
         """A beginning that prompts share, under a name of this frontend's; sometimes one is let go of."""
         random = self._random
@@ -118,6 +126,16 @@ class Workload:
         stem = random.choice(self._stems)
         tokens = tuple(stem[: random.randint(1, len(stem))])
         frontend.pin(name, tokens, random.choice(SALTS), random.choice((0.5, 5.0, 500.0)))
+
+    def command(self, frontend: "Frontend") -> None:
+        """Evict something of what prompts share, or everything; or clear, by force or if nobody uses it."""
+        random = self._random
+        tokens = tuple(random.choice(self._stems)[: random.choice((0, 2, 8, 16))])
+        if random.random() < 0.3:
+            force = not self._shape.pin_rate and random.random() < 0.7  # it ends pins, which are to stay
+            frontend.command(Clear(0, force))
+        else:
+            frontend.command(Evict(0, tokens, random.choice(SALTS), all_salts=random.random() < 0.3))
 
     def disturb(self, frontend: "Frontend") -> None:
         """A client goes away, or has seen a stop string."""

@@ -7,13 +7,15 @@ from collections import Counter, deque
 from random import Random
 from typing import Any, Final
 
+from kvmanager.core import Core
 from kvmanager.pool.block_pool import CACHED, FREE, RESERVED
 from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Directives
 from kvmanager.records import unpack
-from kvmanager.state import Policy
+from kvmanager.state import Effects, Policy
 from tests.sim import checks
 from tests.sim.frontend import Frontend
+from tests.sim.handover import Handovers
 from tests.sim.manager import Disk, Manager, ManagerKilledError
 from tests.sim.model import BLOCK_SIZE, LAYOUT
 from tests.sim.network import Connection
@@ -52,6 +54,7 @@ class World:
         self.connections: list[Connection] = []
         self.contents = checks.Contents(self.cells)
         self.sharing = Sharing(self.statistics)
+        self.handovers = Handovers(self.statistics)
         self.workload = Workload(self.random, self.shape)
         self.policy = Policy(max_waiting=200, watermark=0.02, runner_wait=1000.0)
         self.manager: Manager | None = None
@@ -147,8 +150,13 @@ class World:
         self.manager.core_layout = LAYOUT
         self.manager.trace = self.trace
         self.sharing.restart()
-        self.manager.watch = lambda core, effects: self.sharing.event(core, effects, self.workload.salts)
+        self.manager.watch = self._watch
+        self.manager.about_to_lose = self.handovers.died
         self.manager.open(self.now)
+
+    def _watch(self, core: Core, effects: Effects) -> None:
+        for watcher in (self.sharing, self.handovers):
+            watcher.event(core, effects, self.workload.salts)
 
     # --- what happens to them -------------------------------------------------------------------------------
 
@@ -164,8 +172,8 @@ class World:
             self.workload.disturb(self.random.choice(self.frontends))
         elif chance > 1 - self.shape.cancel_rate - self.shape.fault_rate:
             self._fault()
-        elif chance < SUBMIT_RATE + self.shape.pin_rate:
-            self.workload.pin(self.random.choice(self.frontends))
+        elif chance < SUBMIT_RATE + self.shape.pin_rate + self.shape.command_rate:
+            self.workload.control(self.random.choice(self.frontends))
 
     def _fault(self) -> None:
         match self.random.choice(self.shape.faults):
@@ -215,7 +223,9 @@ class World:
 
     def _kill(self, process: Process) -> None:
         self.trace(process.name, "is killed", "")
+        sent = len(process.connection.up)
         process.killed()
+        self.handovers.killed(process, sent == len(process.connection.up))
         self.statistics[f"{type(process).__name__.lower()} kills"] += 1
         self._remove(process)
 

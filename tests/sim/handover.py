@@ -1,0 +1,97 @@
+"""What the sequences of a killed runner compute again: at most one block of tokens each.
+
+A step that was computed and not reported comes on top where it was longer than a token (a prompt's). Checked
+where all that the runner had sent was read, and unless the block that is missed was evicted meanwhile.
+"""
+
+from collections import Counter
+from typing import Final, NamedTuple
+
+from kvmanager.core import Core
+from kvmanager.pool.hashing import block_hash, salt_digest, token_array
+from kvmanager.protocol import Directives, SequenceStart, Start
+from kvmanager.state import Effects
+from tests.sim.model import BLOCK_SIZE
+from tests.sim.process import Process
+from tests.sim.runner import Runner
+from tests.sim.sharing import may_read
+
+PRESSURE: Final = ("capacity", "damaged")  # its room was needed, or its copy in the tier could not be read
+
+
+class Left(NamedTuple):
+    """One sequence at its runner's death. `unreported`: tokens of a step that no report tells of."""
+
+    attempt: int
+    computed: int
+    unreported: int
+    last_event: int = 0  # of the manager, when it knew
+    boot_id: str = ""
+
+
+class Handovers:
+    """Follows sequences from the death of their runner to their next start."""
+
+    def __init__(self, statistics: Counter[str]) -> None:
+        self._statistics = statistics
+        self._killed: dict[str, dict[tuple[str, int], Left]] = {}  # by lock, then request and choice
+        self._handed: dict[tuple[str, int], Left] = {}
+
+    def killed(self, runner: Process, sent_all: bool) -> None:
+        """`sent_all`: whether nothing of what it had sent was lost with it. Frontends have no sequences."""
+        if not isinstance(runner, Runner):
+            return
+        self._killed[runner.name] = {}
+        for running in runner.scheduler._running.values() if sent_all else ():
+            unreported = runner.unreported.get(running.key, 0)
+            left = Left(running.start.attempt, running.sequence.num_computed_tokens, unreported)
+            self._killed[runner.name][running.start.request_id, running.sequence.choice] = left
+
+    def died(self, core: Core, lock: str, heard_all: bool) -> None:
+        """The manager is about to learn of it. `heard_all`: whether it has read what the runner had sent."""
+        left, client = self._killed.pop(lock, {}), core.state.by_lock.get(lock)
+        if client is None or not heard_all or core.state.pool is None:
+            return
+        for active in core.state.actives():
+            submit = active.request.submit
+            for choice in active.sequences if active.runner is client else ():
+                known = left.get((submit.request_id, choice))
+                if known is not None and known.attempt == submit.attempt:
+                    now = {"last_event": core.state.pool.log.last, "boot_id": core.state.boot_id}
+                    self._handed[submit.request_id, choice] = known._replace(**now)
+
+    def event(self, core: Core, effects: Effects, salts: dict[str, str]) -> None:
+        """Look at the starts among an event's effects."""
+        for _, message in effects.messages:
+            for start in message.starts if isinstance(message, Directives) else ():
+                for sequence in start.sequences:
+                    left = self._handed.pop((start.request_id, sequence.choice), None)
+                    if left is not None and left.boot_id == core.state.boot_id and may_read(core, start):
+                        self._check(core, start, sequence, left, salt_digest(salts[start.request_id]))
+
+    def _check(self, core: Core, start: Start, sequence: SequenceStart, left: Left, salt: bytes) -> None:
+        tokens = (*start.prompt_token_ids, *sequence.output_token_ids)
+        cached = sequence.num_cached_tokens
+        again = min(left.computed, len(tokens) - 1) - cached
+        self._statistics["handed on"] += 1
+        if again > BLOCK_SIZE - 1 + left.unreported:
+            missed = first_missed(core, tokens, cached // BLOCK_SIZE, salt)
+            pool = core.state.pool
+            assert pool is not None
+            removal = pool.log.removal(missed)
+            evicted = bool(self._statistics["commands"])  # of what they unfind, what follows is never found
+            evicted |= (
+                removal is not None and removal.sequence > left.last_event and removal.cause in PRESSURE
+            )
+            assert evicted, f"{start} computes {again} tokens again of {left}, and nothing was evicted"
+            self._statistics["handed on after an eviction"] += 1
+
+
+def first_missed(core: Core, tokens: tuple[int, ...], num_found: int, salt: bytes) -> bytes:
+    """Hash of the first full block that a lookup did not find."""
+    pool = core.state.pool
+    assert pool is not None
+    digest, packed = pool.root, token_array(tokens).tobytes()
+    for index in range(num_found + 1):
+        digest = block_hash(digest, packed[index * pool.block_bytes : (index + 1) * pool.block_bytes], salt)
+    return digest
