@@ -253,7 +253,7 @@ changes before. `reason` is why it is not more (`blocks` names 2048 at most):
 | `hit` | it is all but the last token, which is always computed |
 | `never_seen` | nothing that is cached goes on as this text does |
 | `partial` | a cached block begins as the text goes on; `difference` says where they part |
-| `evicted` | it was there: `eviction` says when, why, for whose request; known of full blocks and whole tails |
+| `evicted` | it was there: `eviction` says when, why, for whom; known of full blocks and whole tails |
 | `being_computed` | `computed_by` computes the next block now; a request waits for it, and reports more |
 | `other_layout` | it was there, for another model, dtype or block size |
 
