@@ -53,6 +53,9 @@ class ManagerConfig:
         "", "ZeroMQ endpoint where they ask for events that they missed; none: a socket in the pool directory"
     )
     kv_events_topic: str = setting("kv-events", "topic of the events")
+    kv_events_form: str = setting(
+        "map", "form of each event: map is vLLM's since 0.24, array that of before", choices=("map", "array")
+    )
     disk_tier: str = setting("", "file that keeps evicted blocks, also over restarts; none: no disk tier")
     disk_bytes: int = setting(
         10 << 30, "what the disk tier's file may take at most", unit="bytes", parse=parse_bytes, minimum=1

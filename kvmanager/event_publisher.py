@@ -5,11 +5,12 @@ follow.
     replay   a request [""][first sequence: 8 bytes] is answered with [""][sequence][batch] for each batch
              from there on that is still kept, then [""][-1: 8 bytes][""]
     batch    MessagePack of [time, [event …]]
-    event    ["BlockStored", [hash], parent or nil, [token …], block size, nil, "GPU", nil, [[salt]] or nil]
-             ["BlockRemoved", [hash], "GPU"]
-             ["AllBlocksCleared"]
+    event    {"type": "BlockStored", "block_hashes": [hash], "parent_block_hash": hash or nil, …: see FIELDS}
+             {"type": "BlockRemoved", "block_hashes": [hash], "medium": "GPU"}
+             {"type": "AllBlocksCleared"}
 
-Structures are arrays, which most consumers decode; more fields than one knows are ignored. Hashes are the
+Events are maps since vLLM 0.24; consumers of before want arrays of the same values, in this order. Batches
+are arrays for both; more fields than one knows are ignored. Hashes are the
 last 64 bits of ours as unsigned integers: that is vLLM's default, and decodes where integers are wanted and
 where bytes are allowed too. "GPU" is the pool, wherever it is; the tier is not published, as a consumer that
 does not look at the medium would take its removals for the pool's. Nor are partial blocks, and content is
@@ -44,6 +45,17 @@ HIGH_WATER_MARK: Final = 10_000  # messages of a follower that does not read: fu
 MEDIUM: Final = "GPU"
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
+STORED: Final = (
+    *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size"),
+    *("lora_id", "medium", "lora_name", "extra_keys"),
+)
+FIELDS: Final = {
+    "BlockStored": STORED,
+    "BlockRemoved": ("type", "block_hashes", "medium"),
+    "AllBlocksCleared": ("type",),
+}
+"""Names of the values, by the first of them."""
+
 Batch = tuple[BlockPool, float, list[RawEvent]]
 CLEARED: Final[RawEvent] = (0, 0.0, "cleared", "pool", NOTHING, -1, "", NOBODY)
 
@@ -62,7 +74,9 @@ class EventPublisher:
         replay_endpoint: str,
         topic: str,
         first: int,
+        form: str = "map",
     ) -> None:
+        self._form = form
         self._topic = topic.encode()
         self._paths: list[Path] = []
         self._publish = self._bind(context, zmq.XPUB, endpoint)
@@ -178,7 +192,7 @@ class EventPublisher:
             return
         self._kept.append((pool, time, events))
         if any(self._topic.startswith(each) for each in self._subscriptions):
-            frames = (self._topic, numbered(self._next), encode_batch(self._kept[-1]))
+            frames = (self._topic, numbered(self._next), encode_batch(self._kept[-1], self._form))
             self._publish.send_multipart(frames, zmq.DONTWAIT)
         self._next += 1
 
@@ -208,7 +222,7 @@ class EventPublisher:
         replay = self._replays.pop(identity)
         encoded = 0
         for number, batch in islice(replay, MAX_REPLAYED):
-            payload = encode_batch(batch) if batch is not None else b""
+            payload = encode_batch(batch, self._form) if batch is not None else b""
             self._replay.send_multipart((identity, b"", number, payload), zmq.DONTWAIT)
             if batch is None:
                 return
@@ -265,9 +279,12 @@ def numbered(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def encode_batch(batch: Batch) -> bytes:
+def encode_batch(batch: Batch, form: str) -> bytes:
     pool, time, events = batch
-    return _encode((time, [as_published(pool, event) for event in events]))
+    values = [as_published(pool, event) for event in events]
+    if form == "array":
+        return _encode((time, values))
+    return _encode((time, [dict(zip(FIELDS[each[0]], each, strict=True)) for each in values]))
 
 
 def as_published(pool: BlockPool, event: RawEvent) -> tuple[Any, ...]:

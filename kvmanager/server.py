@@ -82,8 +82,7 @@ class Server:
             config.runner_wait,
             config.prefix_wait,
             config.resume,
-            config.pin_budget,
-            config.tenant_pin_budget,
+            *(config.pin_budget, config.tenant_pin_budget),
         )
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
@@ -171,6 +170,7 @@ class Server:
             config.kv_events_replay_endpoint or replay_endpoint(config.pool_directory),
             config.kv_events_topic,
             int(time.time() * 1e6),
+            config.kv_events_form,
         )
         for socket in publisher.sockets:
             self._poller.register(socket, zmq.POLLIN)

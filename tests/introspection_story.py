@@ -52,8 +52,13 @@ What the KV cache holds, who holds it, why a prompt missed, and commands on all 
 page is described in `/openapi.json` as well, with all fields. There is a page for browsers at `/kv/ui`, and
 `pagekeeper kv` for the terminal ([kv_commands.md](kv_commands.md)).
 
-Who may ask what is in [http.md](http.md), under Keys: an admin sees everything; a tenant its own, and of
-others nothing but the pool's totals and an `X` per block.
+Who may ask what is in [http.md](http.md), under Keys: an admin sees everything, a tenant its own and nothing
+of others. While there is room for all, its answers are the same to the last byte whatever others do: its
+`sequence` and events are numbered by its own, from its first question on; its blocks have numbers made of
+their content (`block`, with `generation` 0; -1 while they are being written); where it runs is not said. What
+it can notice is that the machine is shared: how long it waits, what of its own was evicted, preempted or
+copied to disk, that the log no longer reaches back to an eviction, and that `pin_budget` is used up, which a
+small `tenant_pin_budget` prevents.
 
 The answers below are a real server's, with the packaged model and `pool_bytes=120M`, in this order; long
 lists are cut.
@@ -158,14 +163,15 @@ A pin keeps what is cached, and computes nothing; so warm first. The fields of `
 ### GET /kv/stats
 
 Figures since the manager's start. `waste` is the share of the slots in used blocks that holds no token. A
-tenant gets `pool` (without `used_tokens` and `waste`), its own `requests`, and `pins`. An answer is above.
+tenant gets its own `sealed` and `cached` blocks, `requests`, and `pins`. An answer is above.
 
 ### GET /kv/map
 
 A letter per block: free, reserved (being written), sealed (in use), cached (evictable), quarantined, `X`
 another tenant's. `first` and `limit` (2048; at most 8192) choose the part; `next` is where to go on. `ages`
 count from the block's sealing, in seconds. `flags` are or-ed: 1 pinned, 2 in the disk tier as well, 4
-partial, 8 another tenant's.
+partial, 8 another tenant's. A tenant's map is of what is cached of its own (at most 2 s old), a cell per
+block, ordered by number (`blocks`).
 """)
 
 
@@ -240,14 +246,14 @@ def commands(page: Page) -> None:
 
 What a request with this text would find now: `prompt` (text or token ids) or `messages`, tokenised as the
 completion routes do it, and `cache_salt`. `cached_tokens` is what such a request then reports, if nothing
-changes before. `reason` is why it is not more:
+changes before. `reason` is why it is not more (`blocks` names 2048 at most):
 
 | `reason` | |
 |---|---|
 | `hit` | it is all but the last token, which is always computed |
 | `never_seen` | nothing that is cached goes on as this text does |
 | `partial` | a cached block begins as the text goes on; `difference` says where they part |
-| `evicted` | it was there: `eviction` says when, why, and for whose request; known of full blocks only |
+| `evicted` | it was there: `eviction` says when, why, for whom; known of full blocks and whole tails |
 | `being_computed` | `computed_by` computes the next block now; a request waits for it, and reports more |
 | `other_layout` | it was there, for another model, dtype or block size |
 

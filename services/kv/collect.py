@@ -6,7 +6,10 @@ time. One collection serves all who ask while it runs and shortly after.
 """
 
 import asyncio
+import contextlib
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -80,16 +83,22 @@ class Collector:
     def _done(self, key: Key, task: "asyncio.Task[Collection]") -> None:
         del self._running[key]
         if not task.cancelled() and task.exception() is None:
+            self._drop(key)
             self._last[key] = task.result()
             if len(self._last) > MAX_KEPT:
-                del self._last[next(iter(self._last))]
+                self._drop(next(iter(self._last)))
             asyncio.get_running_loop().call_later(FRESH, self._forget, key)
 
     def _forget(self, key: Key) -> None:
         """What nobody asks for any more is not kept."""
         last = self._last.get(key)
         if last is not None and time.monotonic() - last.made >= FRESH:
-            del self._last[key]
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        """In a thread: what has 100,000 objects takes long to take apart."""
+        dropped = [self._last.pop(key, None)]
+        asyncio.get_running_loop().run_in_executor(None, dropped.clear)
 
     async def _collect(self, owner: str, tier: bool) -> Collection:
         for _ in range(MAX_ATTEMPTS):
@@ -104,7 +113,8 @@ class Collector:
         pages = await self._pages(owner, "pool")
         slots = await self._pages(owner, "disk") if tier else []
         events, at = await self._events(owner, [*pages, *slots])
-        return await asyncio.to_thread(merge, pages, slots, events, at, bool(owner))
+        with uncollected():
+            return await asyncio.to_thread(merge, pages, slots, events, at, bool(owner))
 
     async def _pages(self, owner: str, tier: Literal["pool", "disk"]) -> list[BlocksPage]:
         pages: list[BlocksPage] = []
@@ -132,6 +142,21 @@ class Collector:
         return found, at
 
 
+def breathe() -> None:
+    """Let the event loop run: a thread that only computes gives up the interpreter every 5 ms at best."""
+    time.sleep(0)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """For what makes many objects that stay: looking through them all, again and again, holds up the loop."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def merge(
     pages: list[BlocksPage], slots: list[BlocksPage], events: list[CacheEvent], at: At, owned: bool = False
 ) -> Collection:
@@ -142,8 +167,10 @@ def merge(
     contents = Contents(head.num_blocks, head.block_size, head.block_bytes, head.root)
     for page in pages:
         contents.add(page)
+        breathe()
     for page in slots:
         contents.add_tier(page)
+        breathe()
     for event in events:
         contents.apply(event)
     if owned:

@@ -25,7 +25,7 @@ from services.context import Context
 from services.errors import ApiError, invalid
 from services.kv import answers
 from services.kv.ask import Parameters, ask, holder_card, reply
-from services.kv.collect import Collection, Collector
+from services.kv.collect import Collection, Collector, uncollected
 from services.kv.contents import TOKEN_BYTES
 from services.kv.tree import NO_NODE, SORTS, Listing, Tree, leading, page_after
 from services.text.tokenizer import Tokenizer
@@ -119,7 +119,8 @@ class PagesRoutes:
             return prefixes_page(collection, tree, listing, cursor, limit, self._tokenizer)
 
         async with self._collector.turn:
-            return reply(await asyncio.to_thread(page))
+            with uncollected():
+                return reply(await asyncio.to_thread(page))
 
 
 def map_answer(pages: list[BlocksPage], first: int) -> answers.MapAnswer:

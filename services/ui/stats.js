@@ -43,7 +43,8 @@ export class Stats {
   }
 
   async load() {
-    const [stats, tokens] = await Promise.all([ask("/kv/stats"), metrics()]);
+    const stats = await ask("/kv/stats");
+    const tokens = stats.cache ? await metrics() : null; // a tenant may not ask for what all do
     const now = Date.now() / 1000;
     if (stats.boot_id !== this.boot) {
       this.boot = stats.boot_id;
@@ -95,7 +96,7 @@ export class Stats {
       cache ? `${count(cache.hits)} of ${plural(cache.queries, "token")}` : "for admin keys",
     );
     say($("speed-value"), rate(rates.output));
-    say($("speed-note"), "tokens/s");
+    say($("speed-note"), cache ? "tokens/s" : "for admin keys");
     say($("waste-value"), percent(inUse ? pool.waste : null));
     const evictions = cache
       ? `${plural(cache.evictions, "eviction")} · ${plural(requests.preemptions ?? 0, "preemption")}`

@@ -172,3 +172,40 @@ def test_clear_is_refused_under_a_stream_and_forced_without_changing_it(
     assert get(server, "audit")["ok"] is True
     assert get(server, "stats")["pool"]["num_blocks"] == 64
     assert "cleared" in follower.names or "removed" in follower.names
+
+
+def test_tenants_with_keys_see_and_command_their_own() -> None:
+    """With a server of its own: on the others everybody is an admin."""
+    keys = {"admin_keys": "root", "tenant_keys": "one,two"}
+    with Server(pool_bytes=64 * BLOCK_BYTES, **keys) as server:
+
+        def call(key: str, path: str, **body: Any) -> httpx.Response:
+            url, headers = f"{server.url}/{path}", {"authorization": f"Bearer {key}"}
+            if body:
+                return httpx.post(url, json=body, headers=headers, timeout=60)
+            return httpx.get(url, headers=headers, timeout=60)
+
+        prompt = tokens(8, 40)
+        before = call("two", "kv/map").json()
+        model = call("root", "v1/models").json()["data"][0]["id"]
+        done = call("one", "v1/completions", model=model, prompt=prompt, max_tokens=1)
+        assert done.status_code == 200, done.text
+        assert call("two", "kv/map").json() == before
+        found = {key: call(key, "kv/explain", prompt=prompt).json() for key in ("one", "two", "root")}
+        assert [found[key]["cached_tokens"] for key in ("one", "two", "root")] == [39, 0, 0]
+        assert found["two"]["sequence"] == 0 < found["root"]["sequence"]
+        assert call("two", "kv/evict", prompt=prompt).json()["evicted"] == 0
+        assert call("two", "kv/evict", all=True).json()["evicted"] == 0
+        block = found["one"]["blocks"][0]["block"]
+        assert [call(key, f"kv/blocks/{block}").status_code for key in ("one", "two")] == [200, 404]
+        assert [call(key, "kv/prefixes").json()["total"] for key in ("one", "two")] == [1, 0]
+        assert call("root", "kv/prefixes").json()["total"] == 1
+        assert call("one", "kv/pins", name="kept", prompt=prompt).status_code == 200
+        owner = call("root", "kv/pins").json()["data"][0]["tenant"]
+        for key, status in (("two", 404), ("root", 200)):
+            params = {"name": "kept", **({"tenant": owner} if key == "root" else {})}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.delete(f"{server.url}/kv/pins", params=params, headers=headers, timeout=20)
+            assert answer.status_code == status
+        assert [call(key, "metrics").status_code for key in ("root", "two")] == [200, 403]
+        assert call("one", "kv/evict", all=True).json()["evicted"] >= 3

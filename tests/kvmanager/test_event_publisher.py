@@ -49,7 +49,40 @@ class Batch(msgspec.Struct, array_like=True):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
+class Mapped(msgspec.Struct, tag=True):
+    """The same since 0.24; a field without a default must be there."""
+
+
+class MappedStored(Mapped, tag="BlockStored"):
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+
+
+class MappedRemoved(Mapped, tag="BlockRemoved"):
+    block_hashes: list[int | bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class MappedCleared(Mapped, tag="AllBlocksCleared"):
+    pass
+
+
+class MappedBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[MappedStored | MappedRemoved | MappedCleared]
+    data_parallel_rank: int | None = None
+
+
 decode = msgspec.msgpack.Decoder(Batch).decode
+decode_mapped = msgspec.msgpack.Decoder(MappedBatch).decode
 
 
 class Router:
@@ -133,7 +166,7 @@ class Place:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.starts += 1
         first = self.starts * 1_000_000
-        self.publisher = EventPublisher(self.context, self.endpoint, self.replay, "kv-events", first)
+        self.publisher = EventPublisher(self.context, self.endpoint, self.replay, "kv-events", first, "array")
         self.publisher.attach(pool, 1.0)
 
     def restart(self) -> None:
@@ -228,7 +261,14 @@ def test_what_is_published_is_what_vllms_consumers_know(place: Place) -> None:
     pool.seal(second, held[1], 0.0)
     pool.seal_tail(tail, held[2], 0.0)
     place.turn()
-    batches = [msgspec.msgpack.decode(event_publisher.encode_batch(each)) for each in place.publisher._kept]
+    kept = place.publisher._kept
+    batches = [msgspec.msgpack.decode(event_publisher.encode_batch(each, "array")) for each in kept]
+    mapped = [decode_mapped(event_publisher.encode_batch(each, "map")) for each in kept]
+    for old, new in zip(batches, mapped, strict=True):
+        for values, event in zip(old[1], new.events, strict=True):
+            names = event.__struct_fields__[: len(values) - 1]
+            said = msgspec.msgpack.encode([getattr(event, name) for name in names])
+            assert values[1:] == msgspec.msgpack.decode(said)
     assert batches[0] == [1.0, [["AllBlocksCleared"]]]
     assert batches[1] == [
         7.0,
