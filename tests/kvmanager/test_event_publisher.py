@@ -54,8 +54,8 @@ class Mapped(msgspec.Struct, tag=True):
 
 
 class MappedStored(Mapped, tag="BlockStored"):
-    block_hashes: list[int | bytes]
-    parent_block_hash: int | bytes | None
+    block_hashes: list[int]
+    parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -66,7 +66,7 @@ class MappedStored(Mapped, tag="BlockStored"):
 
 
 class MappedRemoved(Mapped, tag="BlockRemoved"):
-    block_hashes: list[int | bytes]
+    block_hashes: list[int]
     medium: str | None
     group_idx: int | None = None
 
@@ -139,15 +139,15 @@ class Router:
         raise AssertionError("no end of the replay")
 
     def apply(self, payload: bytes) -> None:
-        for event in decode(payload).events:
+        for event in decode_mapped(payload).events:
             match event:
-                case BlockStored():
+                case MappedStored():
                     assert len(event.token_ids) == event.block_size * len(event.block_hashes) == BLOCK_SIZE
                     assert event.medium == "GPU"
                     self.found.update(event.block_hashes)
-                case BlockRemoved():
+                case MappedRemoved():
                     self.found.difference_update(event.block_hashes)
-                case AllBlocksCleared():
+                case MappedCleared():
                     self.found.clear()
 
 
@@ -166,7 +166,7 @@ class Place:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.starts += 1
         first = self.starts * 1_000_000
-        self.publisher = EventPublisher(self.context, self.endpoint, self.replay, "kv-events", first, "array")
+        self.publisher = EventPublisher(self.context, self.endpoint, self.replay, "kv-events", first)
         self.publisher.attach(pool, 1.0)
 
     def restart(self) -> None:
@@ -263,6 +263,7 @@ def test_what_is_published_is_what_vllms_consumers_know(place: Place) -> None:
     place.turn()
     kept = place.publisher._kept
     batches = [msgspec.msgpack.decode(event_publisher.encode_batch(each, "array")) for each in kept]
+    assert [decode(msgspec.msgpack.encode(batch)).ts for batch in batches] == [batch[0] for batch in batches]
     mapped = [decode_mapped(event_publisher.encode_batch(each, "map")) for each in kept]
     for old, new in zip(batches, mapped, strict=True):
         for values, event in zip(old[1], new.events, strict=True):
