@@ -54,7 +54,9 @@ class ManagerConfig:
     )
     kv_events_topic: str = setting("kv-events", "topic of the events")
     kv_events_form: str = setting(
-        "map", "form of each event: map is vLLM's since 0.24, array that of before", choices=("map", "array")
+        "array",
+        "form of each event: array, which routers know best, or map, as vLLM's are since 0.24",
+        choices=("array", "map"),
     )
     disk_tier: str = setting("", "file that keeps evicted blocks, also over restarts; none: no disk tier")
     disk_bytes: int = setting(

@@ -74,7 +74,7 @@ class EventPublisher:
         replay_endpoint: str,
         topic: str,
         first: int,
-        form: str = "map",
+        form: str = "array",
     ) -> None:
         self._form = form
         self._topic = topic.encode()

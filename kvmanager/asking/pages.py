@@ -139,8 +139,8 @@ def foreign_blocks(state: State, pool: BlockPool, tenant: str, first: int, end: 
     own = {block for each in state.sequences(tenant) for block in each.table[each.num_sealed :]}
     return [
         place
-        for place, (kind, packed, salt) in enumerate(
-            zip(pool.state[first:end], pool.tokens[first:end], pool.salt[first:end], strict=True)
+        for place, (kind, (_, _, salt, packed)) in enumerate(
+            zip(pool.state[first:end], pool.contents[first:end], strict=True)
         )
         if kind != FREE and not (salt.startswith(prefix) if packed else first + place in own)
     ]

@@ -15,7 +15,7 @@ its record must be written before any message that depends on it leaves.
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import chain
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from kvmanager.asking.event_log import EventLog
 from kvmanager.pool.children import Children
@@ -54,15 +54,11 @@ class Column:
         self._contents = contents
         self._field = field
 
-    @overload
-    def __getitem__(self, block: int) -> bytes: ...
-    @overload
-    def __getitem__(self, block: slice) -> list[bytes]: ...
-    def __getitem__(self, block: int | slice) -> bytes | list[bytes]:
-        field = self._field
-        if isinstance(block, int):
-            return self._contents[block][field]
-        return [content[field] for content in self._contents[block]]
+    def __getitem__(self, block: int) -> bytes:
+        return self._contents[block][self._field]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (content[self._field] for content in self._contents)
 
 
 class BlockPool:

@@ -280,7 +280,7 @@ class AskingMachine(TieringMachine):
             for block, known in self.world.content.items()
             if pool.state[block] in (CACHED, SEALED)
         }
-        states, hashes = pool.state[:], pool.block_hash[:]
+        states, hashes = pool.state[:], list(pool.block_hash)
         self.world.commanded = True
         done: Cleared = asker.ask(Evict(1, tuple(prompt), salt, tenant=tenant))
         self.seen["evicted by a command"] += bool(done.evicted)

@@ -139,15 +139,15 @@ class Router:
         raise AssertionError("no end of the replay")
 
     def apply(self, payload: bytes) -> None:
-        for event in decode_mapped(payload).events:
+        for event in decode(payload).events:
             match event:
-                case MappedStored():
+                case BlockStored():
                     assert len(event.token_ids) == event.block_size * len(event.block_hashes) == BLOCK_SIZE
                     assert event.medium == "GPU"
                     self.found.update(event.block_hashes)
-                case MappedRemoved():
+                case BlockRemoved():
                     self.found.difference_update(event.block_hashes)
-                case MappedCleared():
+                case AllBlocksCleared():
                     self.found.clear()
 
 
