@@ -14,11 +14,12 @@ The search is over when nothing can live on, or when there are `width` ends and,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from gpu_runner.step import Candidate
 from gpu_runner.stop_conditions import Finish
-from kvmanager.protocol import BeamParams
+from kvmanager.protocol import BeamParams, BeamPath, SearchState
 
 NO_SCORE = -1e9
 """Score of an end that does not exist: a vocabulary smaller than the width gives fewer ends."""
@@ -68,14 +69,25 @@ class Survivor(NamedTuple):
 
 
 class BeamSearch:
-    """One search. `max_tokens` is the length at which every path stops, by `judge` too."""
+    """One search. `max_tokens` is the length at which every path stops, by `judge` too. It begins with the
+    prompt, or goes on from the `state` of another one.
+    """
 
-    def __init__(self, params: BeamParams, max_tokens: int, judge: Judge) -> None:
+    def __init__(
+        self, params: BeamParams, max_tokens: int, judge: Judge, state: SearchState | None = None
+    ) -> None:
         self._params = params
         self._max_tokens = max_tokens
         self._judge = judge
-        self._live = [PROMPT]
+        self._live = [PROMPT] if state is None else [_path(beam) for beam in state.beams]
         self._ends: list[End] = []  # best first
+        for end in state.ends if state is not None else ():
+            self._ends.append(self._end(_path(end), Finish(end.finish_reason, end.stop_reason)))
+
+    def state(self) -> SearchState:
+        """Where it stands, to go on from there."""
+        beams = tuple([_told(path, Finish(None)) for path in self._live])
+        return SearchState(beams, tuple([_told(end.path, end.finish) for end in self._ends]))
 
     def ends(self) -> list[End]:
         """The `width` best ends, best first."""
@@ -97,12 +109,15 @@ class BeamSearch:
                 places.append(place)
                 live.append(path)
             elif rank < width:
-                self._ends.append(End(path, path.value / _weight(path.length, self._params), verdict))
+                self._ends.append(self._end(path, verdict))
             if len(live) == width and rank + 1 >= width:
                 break
         self._ends = sorted(self._ends, key=_score, reverse=True)[:width]
         self._live = [] if self._is_over(live) else live
         return [Survivor(place, path.last.token_id) for place, path in zip(places, self._live, strict=False)]
+
+    def _end(self, path: Path, finish: Finish) -> End:
+        return End(path, path.value / _weight(path.length, self._params), finish)
 
     def _continuations(self, offers: Sequence[Sequence[Candidate]]) -> list[tuple[int, Path]]:
         """All of them with their paths' places, best first; equal ones by place, then token."""
@@ -128,6 +143,19 @@ class BeamSearch:
 
 def _weight(length: int, params: BeamParams) -> float:
     return float(length**params.length_penalty)
+
+
+def _told(path: Path, finish: Finish) -> BeamPath:
+    tokens = path.candidates()
+    logprobs = tuple([token.logprobs for token in tokens if token.logprobs is not None])
+    return BeamPath(tuple([token.token_id for token in tokens]), path.value, logprobs or None, *finish)
+
+
+def _path(told: BeamPath) -> Path:
+    path = PROMPT
+    for token_id, entry in zip(told.token_ids, told.logprobs or repeat(None), strict=False):
+        path = Path(path, Candidate(token_id, 0.0, entry), told.cumulative_logprob, path.length + 1)
+    return path
 
 
 def _score(end: End) -> float:

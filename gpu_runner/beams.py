@@ -2,17 +2,33 @@
 
 Every live path of the search is a running sequence. All decide together, once each has computed its newest
 token; one that sat a step out (for want of a credit) is waited for. Choice 0 runs the prompt.
+
+Where a block of output is full, the frontend is told where the search stands, so that after this runner's
+death another one goes on from there.
 """
 
 from collections import Counter
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpu_runner.beam_search import BeamSearch, End
 from gpu_runner.request import RunningSequence
 from gpu_runner.step import Candidate
 from gpu_runner.stop_conditions import Finish, finish
-from kvmanager.protocol import BeamParams, BeamScore, SamplingParams, Start, TokenEvent, TokenLogprobs
+from kvmanager.protocol import (
+    BeamParams,
+    BeamScore,
+    SamplingParams,
+    SearchState,
+    Start,
+    TokenEvent,
+    TokenLogprobs,
+)
+
+MAX_TOLD: Final = 1 << 20
+"""Of a search that stands at more tokens than this, the alternatives of their log-probabilities counted as
+well, nobody is told: it would make messages of tens of megabytes.
+"""
 
 
 class Move(NamedTuple):
@@ -38,8 +54,9 @@ class Beams:
 
         self._width = params.width
         self._start = start
-        self._search = BeamSearch(params, min(sampling.max_tokens, max_model_len - num_prompt), judge)
-        self._choices = [0]  # of each live path, in the search's order
+        max_tokens = min(sampling.max_tokens, max_model_len - num_prompt)
+        self._search = BeamSearch(params, max_tokens, judge, start.search)
+        self._choices = [each.choice for each in start.sequences]  # of each live path, in the search's order
         self._offers: dict[int, tuple[Candidate, ...]] = {}
 
     @property
@@ -64,6 +81,11 @@ class Beams:
             taken[parent].append((choice, token_id))
             self._choices.append(choice)
         return [_move(parent, successors) for parent, successors in taken.items()]
+
+    def state(self, num_output_tokens: int) -> SearchState | None:
+        """Where the search stands, with beams of that length; None if it cannot be told."""
+        size = self._width * num_output_tokens * (1 + (self._start.sampling.logprobs or 0))
+        return self._search.state() if len(self._choices) == self._width and size <= MAX_TOLD else None
 
     def results(
         self, num_cached_tokens: int, prompt_logprobs: tuple[TokenLogprobs | None, ...] | None

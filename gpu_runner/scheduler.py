@@ -279,7 +279,29 @@ class Scheduler:
                     owner.sequence.token_ids.append(token_id)
             else:
                 self._end(sequences[move.choice], "dropped")
-        return []
+        return self._tell_search(beams, list(sequences.values()))
+
+    def _tell_search(self, beams: Beams, running: list[RunningSequence]) -> list[TokenEvent]:
+        """Where the search stands, if a block is full."""
+        first = running[0]
+        if first.sequence.num_computed_tokens % self._limits.block_size:
+            return []
+        state, start = beams.state(first.num_output_tokens), first.start
+        if state is None:
+            return []
+        event = TokenEvent(
+            start.request_id,
+            start.attempt,
+            0,
+            0,
+            (),
+            first.num_cached_tokens,
+            prompt_logprobs=_take_prompt_logprobs(first),
+            search=state,
+        )
+        for beam in running:
+            beam.prompt_logprobs = None
+        return [event]
 
     def _fork(self, running: RunningSequence, choices: tuple[int, ...]) -> list[RunningSequence]:
         """The sequence and its children of these numbers, if any, which share its table."""

@@ -52,7 +52,10 @@ def _join(first: TokenEvent, then: TokenEvent) -> TokenEvent:
         first,
         token_ids=first.token_ids + then.token_ids,
         logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
         finish_reason=then.finish_reason,
         stop_reason=then.stop_reason,
+        beam=then.beam,
+        search=then.search,
         error=then.error,
     )

@@ -83,7 +83,9 @@ from kvmanager.messages.steps import Forked as Forked
 from kvmanager.messages.steps import Progress as Progress
 from kvmanager.messages.steps import StepReport as StepReport
 from kvmanager.messages.steps import Taken as Taken
+from kvmanager.messages.tokens import BeamPath as BeamPath
 from kvmanager.messages.tokens import BeamScore as BeamScore
+from kvmanager.messages.tokens import SearchState as SearchState
 from kvmanager.messages.tokens import TokenBatch as TokenBatch
 from kvmanager.messages.tokens import TokenEvent as TokenEvent
 from kvmanager.messages.tokens import TokenLogprobs as TokenLogprobs
@@ -195,6 +197,7 @@ class Submit(Message, frozen=True, tag=True):
     cache_salt: str = ""
     read_cache: bool = True  # false: compute every token (prompt_logprobs need all logits)
     tenant: str = ""  # whose cache it uses: see `hashing.salt_digest`; empty: that of all who have none
+    search: SearchState | None = None  # of a beam search that goes on; its beams are the choices' outputs
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -296,6 +299,7 @@ class Start(Message, frozen=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     sequences: tuple[SequenceStart, ...]
+    search: SearchState | None = None  # its beams are those of the sequences, in order; None: it begins
 
 
 class Directives(Message, frozen=True, tag=True):

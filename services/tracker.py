@@ -19,6 +19,7 @@ from kvmanager.protocol import (
     Rejected,
     RunnerLost,
     SamplingParams,
+    SearchState,
     Submit,
     TokenBatch,
     TokenEvent,
@@ -62,6 +63,7 @@ class Request:
     last_sign: float = 0.0  # when it was last sent, accepted, or produced a token
     retry_at: float | None = None  # when a resubmission that found the queue full goes out again
     num_cached_tokens: int = 0
+    search: SearchState | None = None  # where a beam search stands, as far as a runner has told
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: PagekeeperError | None = None
 
@@ -72,7 +74,18 @@ class Request:
 
     @property
     def started(self) -> bool:
-        return any(output.token_ids for output in self.outputs)
+        return self.search is not None or any(output.token_ids for output in self.outputs)
+
+    @property
+    def unfinished(self) -> tuple[Choice, ...]:
+        """What is to be submitted: choices with their output so far, or the beams of a search."""
+        if self.search is not None:
+            return tuple(Choice(index, path.token_ids) for index, path in enumerate(self.search.beams))
+        return tuple(
+            Choice(output.index, tuple(output.token_ids))
+            for output in self.outputs
+            if output.finish_reason is None
+        )
 
 
 @dataclass(slots=True)
@@ -200,7 +213,8 @@ class Tracker:
                 continue
             request.accepted, request.last_sign = True, now
             _append(request, output, event)
-            effects.changed.append(request)
+            if event.search is None:
+                effects.changed.append(request)
             if request.done:
                 del self.live[request.request_id]
         return effects
@@ -222,16 +236,13 @@ class Tracker:
             attempt=request.attempt,
             arrival=request.arrival,
             prompt_token_ids=request.prompt_token_ids,
-            choices=tuple(
-                Choice(output.index, tuple(output.token_ids))
-                for output in request.outputs
-                if output.finish_reason is None
-            ),
+            choices=request.unfinished,
             sampling=request.sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
             read_cache=request.read_cache or request.started,  # the prompt's log-probabilities are there then
             tenant=request.tenant,
+            search=request.search,
         )
 
     def _rejected(self, now: float, message: Rejected) -> Effects:
@@ -298,6 +309,13 @@ def _append(request: Request, output: Output, event: TokenEvent) -> None:
         output.logprobs.extend(event.logprobs[skip:])
     if request.prompt_logprobs is None:
         request.prompt_logprobs = event.prompt_logprobs
+    if event.search is not None and _length(event.search) > _length(request.search):
+        request.search, request.losses = event.search, 0
     if event.position + len(event.token_ids) >= len(output.token_ids):
         output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
         output.beam = event.beam
+
+
+def _length(search: SearchState | None) -> int:
+    """Tokens of each beam. A search that began anew on its way may be behind what is known of it."""
+    return len(search.beams[0].token_ids) if search is not None and search.beams else 0

@@ -20,6 +20,23 @@ class BeamScore(Message, frozen=True):
     score: float  # that sum / (number of tokens) ** length_penalty; choices come in its order
 
 
+class BeamPath(Message, frozen=True):
+    """Tokens that a beam search has chosen after the prompt."""
+
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float  # sum over its tokens
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of each, where the request wants them
+    finish_reason: Literal["stop", "length"] | None = None  # of an end
+    stop_reason: int | None = None
+
+
+class SearchState(Message, frozen=True):
+    """Where a beam search stands: with the prompt, all that another runner needs to go on with it."""
+
+    beams: tuple[BeamPath, ...]  # as many as its width, best first; of one length, and all different
+    ends: tuple[BeamPath, ...]  # found so far, best first; at most as many
+
+
 class TokenEvent(Message, frozen=True):
     """New tokens of one choice. `position` is the index of the first one in the choice's output.
 
@@ -38,6 +55,7 @@ class TokenEvent(Message, frozen=True):
     stop_reason: int | None = None  # the stop token's id, where it was one of stop_token_ids
     beam: BeamScore | None = None  # beam searches only, whose choices come whole
     error: str = ""
+    search: SearchState | None = None  # of a beam search that is not over, with no tokens; for a resubmission
 
 
 class TokenBatch(Message, frozen=True, tag=True):

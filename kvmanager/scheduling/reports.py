@@ -250,7 +250,7 @@ def end(
     request, runner = active.request, active.runner
     runner.seats -= len(choices)
     if reason == "preempted" and request.submit.sampling.beam is not None:
-        active.resume = list(request.submit.choices)  # a search starts over
+        active.resume = list(request.submit.choices)  # a search starts as it did
         request.computed = {0: len(request.prompt)}
     elif reason == "preempted" and len(sequence.tokens) < request.max_length:
         output = tuple(sequence.tokens[len(request.prompt) :])

@@ -102,15 +102,37 @@ def find_fault(message: Submit) -> str:
         return f"choice indices are {min(indices)} to {max(indices)}, want 0 to {MAX_CHOICES - 1}"
     if max_tokens < 1 or max([len(choice.output_token_ids) for choice in message.choices]) >= max_tokens:
         return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
-    if (beam := message.sampling.beam) is not None and (
-        not 1 <= beam.width <= MAX_BEAMS
-        or indices != list(range(beam.width))
-        or any(choice.output_token_ids for choice in message.choices)
-    ):
-        return f"a beam search of width {beam.width} (1 to {MAX_BEAMS}) wants as many choices, without output"
+    if fault := find_search_fault(message):
+        return fault
     if message.attempt < 0 or not math.isfinite(message.arrival):
         return f"attempt {message.attempt} or arrival {message.arrival} is not a usable number"
     return find_sampling_fault(message.sampling)
+
+
+def find_search_fault(message: Submit) -> str:
+    """What is wrong with a beam search, or with where it stands."""
+    beam, search = message.sampling.beam, message.search
+    outputs = [choice.output_token_ids for choice in message.choices]
+    if beam is None:
+        return "" if search is None else "the state of a beam search belongs to a request that is none"
+    if not 1 <= beam.width <= MAX_BEAMS or [each.index for each in message.choices] != [*range(beam.width)]:
+        return f"a beam search of width {beam.width} (1 to {MAX_BEAMS}) wants as many choices"
+    if search is None:
+        return "a beam search has output and no state" if any(outputs) else ""
+    if (
+        [path.token_ids for path in search.beams] != outputs
+        or len(set(outputs)) < len(outputs)
+        or len({len(output) for output in outputs}) > 1
+    ):
+        return "the beams of a search are not its choices' outputs, all different and of one length"
+    for path in (*search.beams, *search.ends):
+        if not path.token_ids or not math.isfinite(path.cumulative_logprob):
+            return "a beam of a search has no tokens, or its cumulative_logprob is not a finite number"
+        if path.logprobs is not None and len(path.logprobs) != len(path.token_ids):
+            return "a beam of a search has not as many log-probabilities as tokens"
+    if len(search.ends) > beam.width or not all(end.finish_reason for end in search.ends):
+        return f"a search has {len(search.ends)} ends, want at most {beam.width}, each with its reason"
+    return ""
 
 
 def cancel(state: State, frontend: Frontend, message: Cancel) -> None:

@@ -114,7 +114,7 @@ class StateRoutes:
         )
 
     async def request(self, request: Request) -> Response:
-        """By its own id, or by that of the response: then its first prompt."""
+        """By its own id, or by that of the response: then its first prompt. The last attempt of it."""
         tenant = observer(request, self._config).tenant
         Parameters(request, ())
         name: str = request.path_params["id"]
@@ -124,7 +124,7 @@ class StateRoutes:
             query = partial(RequestsQuery, request_id=request_id, tenant=tenant)
             page = await ask(self._backend, query, RequestsPage)
             if page.requests:
-                at, card = page.at, request_card(page.requests[0])
+                at, card = page.at, request_card(page.requests[-1])
                 return reply(answers.RequestAnswer(boot_id=at.boot_id, sequence=at.sequence, request=card))
         message = f"no request {name[:MAX_ID_CHARS]!r} is live, or has ended lately"
         raise ApiError(404, message, param="id", code="not_found")

@@ -19,6 +19,7 @@ from tests.gpu_runner.test_model_real import theirs as theirs  # a fixture
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a small dragon who"]
 MAX_TOKENS = 12
+BLOCK_SIZE = 16
 SMALL_POOL = 20  # blocks: one search of three beams may need 16 of them, two need more than there are
 
 
@@ -54,6 +55,26 @@ def expected(
 def tokenized(server: Server, text: str) -> list[int]:
     ids: list[int] = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"]
     return ids
+
+
+def running(server: Server) -> dict[str, int]:
+    """By request: how many tokens of its sequences are computed, as far as the manager knows."""
+    requests: Any = httpx.get(f"{server.url}/kv/requests?state=running").json()["requests"]
+    return {
+        request["request_id"]: max(sequence["num_computed"] for sequence in request["sequences"])
+        for request in requests
+    }
+
+
+def assert_it_went_on(request: dict[str, Any]) -> None:
+    """A beam search whose beams had filled their first block: it was not begun anew, and of what it was given
+    a block of tokens at most was not found, beside the last one, which nobody had computed.
+    """
+    assert request["attempt"] == 1
+    lookup = request["lookup"]
+    found = lookup["hit_blocks"] * BLOCK_SIZE + lookup["copied_tokens"]
+    assert lookup["num_tokens"] > BLOCK_SIZE > request["num_prompt_tokens"]
+    assert 0 <= lookup["num_tokens"] - 1 - found <= BLOCK_SIZE
 
 
 def all_blocks_are_back(server: Server) -> None:
@@ -149,10 +170,14 @@ def test_searches_and_choices_under_pressure_and_after_a_death_give_what_they_gi
         assert server.metrics()["vllm:num_preemptions_total"] > 0
         all_blocks_are_back(server)
         with ThreadPoolExecutor() as pool:
-            answers = [pool.submit(searches[0], server), pool.submit(choices, server)]
-            wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] > 3, "the requests to run")
+            answers = [pool.submit(searches[0], server)]
+            wait_until(lambda: bool(running(server)), "the search to run")
+            (name,) = running(server)
+            answers.append(pool.submit(choices, server))
+            wait_until(lambda: running(server).get(name, 0) >= BLOCK_SIZE, "the beams to fill a block")
             os.kill(server.children("gpu_runner")[0], signal.SIGKILL)
             assert_same_search(answers[0].result(), alone[0])
             assert answers[1].result() == texts
         assert server.metrics()["pagekeeper_resubmitted_requests_total"] > 0
         all_blocks_are_back(server)
+        assert_it_went_on(httpx.get(f"{server.url}/kv/requests/{name}").json()["request"])

@@ -14,6 +14,7 @@ from kvmanager.protocol import (
     Forked,
     Progress,
     SamplingParams,
+    SearchState,
     SequenceStart,
     Start,
     StepReport,
@@ -34,9 +35,18 @@ class Job:
     num_choices: int
     open: dict[int, list[int]] = field(default_factory=dict)  # unfinished choices → output known
     start_id: int | None = None  # while it runs
+    search: SearchState | None = None  # where its beams go on
 
     def __post_init__(self) -> None:
-        self.open = {choice: [] for choice in range(self.num_choices)}
+        self.go_on(None)
+
+    def go_on(self, search: SearchState | None) -> None:
+        """A beam search begins, or goes on from there."""
+        self.search = search
+        outputs: list[tuple[int, ...]] = [()] * self.num_choices
+        if search is not None:
+            outputs = [beam.token_ids for beam in search.beams]
+        self.open = {choice: list(output) for choice, output in enumerate(outputs)}
 
 
 @dataclass
@@ -88,6 +98,7 @@ class FakeManager:
             job.prompt,
             job.sampling,
             sequences,
+            job.search,
         )
 
     def _num_blocks(self, num_tokens: int) -> int:

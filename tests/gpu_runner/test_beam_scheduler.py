@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gpu_runner.stop_conditions import Finish, finish
-from kvmanager.protocol import BeamParams, BeamScore, Directives, SamplingParams, TokenEvent, TokenLogprobs
+from kvmanager.protocol import (
+    BeamParams,
+    BeamScore,
+    Directives,
+    SamplingParams,
+    SearchState,
+    TokenEvent,
+    TokenLogprobs,
+)
 from tests.gpu_runner.beam_twin import search
 from tests.gpu_runner.fake_engine import EOS, STOP, expected_output, logprob_of, next_logprobs
 from tests.gpu_runner.fake_manager import Job
@@ -56,6 +65,7 @@ def shown(events: Sequence[TokenEvent]) -> list[tuple[object, ...]]:
     return [
         (event.choice, event.position, event.token_ids, event.finish_reason, event.stop_reason, event.beam)
         for event in events
+        if event.search is None
     ]
 
 
@@ -70,8 +80,29 @@ def test_the_results_come_whole_and_at_the_end() -> None:
     steps = world.run()
     assert steps == 9
     assert shown(world.events) == shown(wanted((5, 6, 7), sampling, 100))
-    assert {len(event.token_ids) for event in world.events} == {9}
+    assert {len(event.token_ids) for event in world.events if event.search is None} == {9}
     assert len(world.manager.free) == 200
+
+
+def test_where_a_search_stands_is_told_when_a_block_is_full_and_another_goes_on_from_there() -> None:
+    """Blocks of four tokens: the prompt's own takes one token more."""
+    world = World()
+    sampling = start(world, (5, 6, 7), BeamParams(3), max_tokens=12, prompt_logprobs=0)
+    world.run()
+    told = [event for event in world.events if event.search]
+    states = [event.search for event in told if event.search]
+    assert [{len(beam.token_ids) for beam in state.beams} for state in states] == [{2}, {6}, {10}]
+    assert [event.prompt_logprobs is None for event in told] == [False, True, True]
+    for state in states:
+        other = World()
+        job = Job(0, (5, 6, 7), sampling, 3)
+        job.go_on(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SearchState))
+        resumed = other.manager.start(job, use_cache=True)
+        assert resumed is not None
+        other.scheduler.handle(Directives(starts=(resumed,)))
+        assert other.run() == 12 - len(state.beams[0].token_ids)
+        assert shown(other.events) == shown(wanted((5, 6, 7), sampling, 100))
+        assert all(event.prompt_logprobs is None for event in other.events)
 
 
 def test_a_prompt_of_seven_blocks_takes_seven_and_then_at_most_three_copies() -> None:
@@ -209,7 +240,12 @@ class BeamMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.stopped()))
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
-        self.start(data.draw(st.sampled_from(self.stopped())), False)
+        """A search goes on from any of the states that were told, or begins anew."""
+        job = data.draw(st.sampled_from(self.stopped()))
+        told = [e.search for e in self.world.events if e.request_id == f"job-{job.number}" and e.search]
+        if job.sampling.beam is not None:
+            job.go_on(data.draw(st.sampled_from([None, *told])))
+        self.start(job, False)
 
     @rule(num_credits=st.sampled_from((0, 1, 3, ALL)))
     def step(self, num_credits: int) -> None:
@@ -253,7 +289,7 @@ class BeamMachine(RuleBasedStateMachine):
         assert len(manager.free) == manager.num_blocks
         for job in self.jobs:
             events = [event for event in self.world.events if event.request_id == f"job-{job.number}"]
-            if job.sampling.beam is None or (job.number in self.cancelled and not events):
+            if job.sampling.beam is None or (job.number in self.cancelled and not shown(events)):
                 continue
             assert shown(events) == shown(wanted(job.prompt, job.sampling, 48))
 

@@ -84,6 +84,7 @@ def test_a_vocabulary_smaller_than_the_width_leaves_ends_that_are_none() -> None
     vocabulary=st.integers(8, 20),
     stops=st.frozensets(st.integers(0, 1), max_size=2),
     spread=st.sampled_from((1, 100)),
+    handed_over=st.frozensets(st.integers(1, 11)),
 )
 def test_as_its_twin(
     seed: int,
@@ -94,8 +95,11 @@ def test_as_its_twin(
     vocabulary: int,
     stops: frozenset[int],
     spread: int,
+    handed_over: frozenset[int],
 ) -> None:
-    """With candidates cut to what the executor gives, the twin sees the whole vocabulary."""
+    """With candidates cut to what the executor gives, the twin sees the whole vocabulary. At some lengths
+    another search goes on from its state.
+    """
 
     def next_logprobs(output: Sequence[int]) -> list[float]:
         raw = [zlib.crc32(bytes([*output, token]), seed) / 2**32 / spread for token in range(vocabulary)]
@@ -112,6 +116,8 @@ def test_as_its_twin(
         ]
         live = search_.advance([candidates[: width + len(stops)] for candidates in offers])
         outputs = [(*outputs[place], token) for place, token in live]
+        if outputs and len(outputs[0]) in handed_over:
+            search_ = BeamSearch(params, max_tokens, judge, search_.state())
     found = [
         (tuple(c.token_id for c in end.path.candidates()), end.path.value, end.score, end.finish)
         for end in search_.ends()

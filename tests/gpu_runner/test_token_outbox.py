@@ -8,7 +8,14 @@ import zmq
 
 from gpu_runner.token_outbox import TokenOutbox
 from gpu_runner.token_sender import TokenSender
-from kvmanager.protocol import TokenEvent, TokenLogprobs, decode_token_batch
+from kvmanager.protocol import (
+    BeamPath,
+    BeamScore,
+    SearchState,
+    TokenEvent,
+    TokenLogprobs,
+    decode_token_batch,
+)
 
 PROBABILITIES = tuple(TokenLogprobs(-float(index), 1, ()) for index in range(4))
 
@@ -34,6 +41,18 @@ def test_what_a_sequence_adds_is_joined_to_what_waits() -> None:
         event(0, 7, choice=1),
     )
     assert outbox.num_tokens == 3
+
+
+def test_of_where_a_search_stands_only_the_last_waits_and_nothing_once_it_is_over() -> None:
+    first, second = (SearchState((BeamPath((number,), -1.0),), ()) for number in range(2))
+    outbox = TokenOutbox()
+    outbox.add([event(0, search=first, prompt_logprobs=(None,))])
+    outbox.add([event(0, search=second)])
+    assert outbox.batch().events == (event(0, search=second, prompt_logprobs=(None,)),)
+    outbox.add([event(0, 7, finish_reason="length", beam=BeamScore(-2.0, -1.0))])
+    assert outbox.batch().events == (
+        event(0, 7, finish_reason="length", beam=BeamScore(-2.0, -1.0), prompt_logprobs=(None,)),
+    )
 
 
 def test_tokens_that_do_not_follow_stay_apart() -> None:

@@ -9,6 +9,7 @@ from kvmanager.client import manager_endpoint
 from kvmanager.protocol import (
     MAX_FRAME_BYTES,
     BeamParams,
+    BeamPath,
     Cancel,
     Choice,
     Ended,
@@ -16,6 +17,7 @@ from kvmanager.protocol import (
     Progress,
     Ready,
     SamplingParams,
+    SearchState,
     StatsQuery,
     StepReport,
     Submit,
@@ -43,6 +45,17 @@ FROM_FRONTENDS = [
         False,
     ),
     Submit("c", 0, 1.0, (1, 2), (Choice(0), Choice(1)), SamplingParams(3, 1, beam=BeamParams(2))),
+    Submit(
+        "d",
+        1,
+        1.0,
+        (1, 2),
+        (Choice(0, (5,)), Choice(1, (6,))),
+        SamplingParams(3, 1, beam=BeamParams(2)),
+        search=SearchState(
+            (BeamPath((5,), -1.0), BeamPath((6,), -2.0)), (BeamPath((0,), -3.0, None, "stop"),)
+        ),
+    ),
     Cancel("a", 0),
     StatsQuery(3),
     PinsQuery(4),

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     Accepted,
+    BeamPath,
     Cancel,
     Rejected,
     RunnerLost,
     SamplingParams,
+    SearchState,
     Submit,
     TokenBatch,
     TokenEvent,
@@ -114,6 +116,32 @@ def test_a_lost_runner_resubmits_only_what_is_unfinished() -> None:
     assert isinstance(message, Submit)
     assert (message.attempt, message.arrival) == (1, 0.5)
     assert [(choice.index, choice.output_token_ids) for choice in message.choices] == [(1, (8, 9))]
+
+
+def test_a_beam_search_is_submitted_again_with_where_it_stood() -> None:
+    """As far as a runner has told, and never from an earlier place."""
+
+    def told(*outputs: tuple[int, ...]) -> dict[str, Any]:
+        return {"search": SearchState(tuple(BeamPath(output, -1.0) for output in outputs), ())}
+
+    tracker, request = connected(), new_request(choices=2)
+    tracker.submit(0.0, request)
+    first = event(request, 0, (), num_cached_tokens=2, prompt_logprobs=(None,), **told((7, 8, 9), (7, 8, 1)))
+    assert tokens(tracker, first).changed == []
+    tokens(tracker, event(request, 0, (), num_cached_tokens=3, **told((7,), (8,))))
+    assert (request.num_cached_tokens, request.prompt_logprobs) == (2, (None,))
+    (message,) = tracker.heard(1.0, RunnerLost((("r", 0),))).send
+    assert isinstance(message, Submit)
+    assert message.search == first.search
+    assert [(each.index, each.output_token_ids) for each in message.choices] == [
+        (0, (7, 8, 9)),
+        (1, (7, 8, 1)),
+    ]
+    for _ in range(MAX_LOSSES - 1):
+        tracker.heard(1.0, RunnerLost((("r", request.attempt),)))
+    tokens(tracker, event(request, 0, (), **told((7, 8, 9, 2), (7, 8, 9, 3))))
+    assert request.losses == 0
+    assert not request.outputs[0].token_ids
 
 
 def test_what_goes_without_the_cache_has_it_again_once_its_prompt_was_answered() -> None:

@@ -1,7 +1,8 @@
 """What the sequences of a killed runner compute again: at most one block of tokens each.
 
 A step that was computed and not reported comes on top where it was longer than a token (a prompt's). Checked
-where all that the runner had sent was read, and unless the block that is missed was evicted meanwhile.
+where all that the runner had sent was read, and unless the block that is missed was evicted meanwhile. Beams
+are other sequences afterwards, but all of a search are equally long.
 """
 
 from collections import Counter
@@ -25,6 +26,7 @@ class Left(NamedTuple):
     attempt: int
     computed: int
     unreported: int
+    told: int | None = None  # of a beam search: output tokens of its beams, as its frontend was told last
     last_event: int = 0  # of the manager, when it knew
     boot_id: str = ""
 
@@ -41,11 +43,20 @@ class Handovers:
         """`sent_all`: whether nothing of what it had sent was lost with it. Frontends have no sequences."""
         if not isinstance(runner, Runner):
             return
-        self._killed[runner.name] = {}
-        for running in runner.scheduler._running.values() if sent_all else ():
-            unreported = runner.unreported.get(running.key, 0)
-            left = Left(running.start.attempt, running.sequence.num_computed_tokens, unreported)
-            self._killed[runner.name][running.start.request_id, running.sequence.choice] = left
+        left = self._killed[runner.name] = {}
+        for request in runner.scheduler._requests.values() if sent_all else ():
+            start, sequences = request.start, request.sequences.items()
+            each = {
+                choice: Left(
+                    start.attempt,
+                    running.sequence.num_computed_tokens,
+                    runner.unreported.get(running.key, 0),
+                )
+                for choice, running in sequences
+            }
+            if start.sampling.beam is not None:
+                each = dict.fromkeys(range(start.sampling.beam.width), searched(start, list(each.values())))
+            left.update(((start.request_id, choice), known) for choice, known in each.items())
 
     def died(self, core: Core, lock: str, heard_all: bool) -> None:
         """The manager is about to learn of it. `heard_all`: whether it has read what the runner had sent."""
@@ -54,7 +65,9 @@ class Handovers:
             return
         for active in core.state.actives():
             submit = active.request.submit
-            for choice in active.sequences if active.runner is client else ():
+            beam = submit.sampling.beam
+            choices = active.sequences if beam is None else range(beam.width)
+            for choice in choices if active.runner is client else ():
                 known = left.get((submit.request_id, choice))
                 if known is not None and known.attempt == submit.attempt:
                     now = {"last_event": core.state.pool.log.last, "boot_id": core.state.boot_id}
@@ -73,6 +86,12 @@ class Handovers:
         tokens = (*start.prompt_token_ids, *sequence.output_token_ids)
         cached = sequence.num_cached_tokens
         again = min(left.computed, len(tokens) - 1) - cached
+        if left.told is not None:
+            if left.told != len(sequence.output_token_ids):
+                self._statistics["searches handed on from an earlier state"] += 1
+                return
+            again = left.computed - cached
+            self._statistics["searches handed on"] += bool(left.told)
         self._statistics["handed on"] += 1
         if again > BLOCK_SIZE - 1 + left.unreported:
             missed = first_missed(core, tokens, cached // BLOCK_SIZE, salt)
@@ -85,6 +104,18 @@ class Handovers:
             )
             assert evicted, f"{start} computes {again} tokens again of {left}, and nothing was evicted"
             self._statistics["handed on after an eviction"] += 1
+
+
+def searched(start: Start, beams: list[Left]) -> Left:
+    """All beams of a search as one. A frontend is told of it whenever all have filled a block."""
+    computed = min(beam.computed for beam in beams)
+    told = max(computed - computed % BLOCK_SIZE + 1 - len(start.prompt_token_ids), 0)
+    return Left(
+        start.attempt,
+        max(beam.computed for beam in beams),
+        max(beam.unreported for beam in beams),
+        max(told, len(start.sequences[0].output_token_ids)),
+    )
 
 
 def first_missed(core: Core, tokens: tuple[int, ...], num_found: int, salt: bytes) -> bytes:
