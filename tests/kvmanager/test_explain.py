@@ -129,9 +129,7 @@ def test_a_tenant_is_not_told_whose_room_it_was() -> None:
     client, worker = scene.frontend(), scene.runner()
     asker = Asker(scene, client)
     mine = submission("mine", TEXT, max_tokens=1)
-    scene.run(
-        client, worker, type(mine)(*(getattr(mine, f) for f in mine.__struct_fields__[:-1]), TENANTS[0])
-    )
+    scene.run(client, worker, msgspec.structs.replace(mine, tenant=TENANTS[0]))
     scene.run(client, worker, submission("greedy", [1] * 24, max_tokens=1))
     said = asker.explain(TEXT, tenant=TENANTS[0])
     assert said.eviction is not None
