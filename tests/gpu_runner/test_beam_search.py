@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from gpu_runner.beam_search import NO_SCORE, BeamSearch, Judge, Survivor
 from gpu_runner.step import Candidate
 from gpu_runner.stop_conditions import Finish
-from kvmanager.protocol import BeamParams
+from kvmanager.protocol import BeamParams, SearchState, TokenLogprobs
 from tests.gpu_runner.beam_twin import search
 
 EOS = 0
@@ -111,13 +112,22 @@ def test_as_its_twin(
     outputs: list[tuple[int, ...]] = [()]
     while outputs:
         offers = [
-            sorted((Candidate(*pair) for pair in enumerate(next_logprobs(output))), key=lambda c: -c.logprob)
+            sorted(
+                (
+                    Candidate(token, value, TokenLogprobs(value, token, ()))
+                    for token, value in enumerate(next_logprobs(output))
+                ),
+                key=lambda c: -c.logprob,
+            )
             for output in outputs
         ]
         live = search_.advance([candidates[: width + len(stops)] for candidates in offers])
         outputs = [(*outputs[place], token) for place, token in live]
         if outputs and len(outputs[0]) in handed_over:
-            search_ = BeamSearch(params, max_tokens, judge, search_.state())
+            state = msgspec.msgpack.decode(msgspec.msgpack.encode(search_.state()), type=SearchState)
+            search_ = BeamSearch(params, max_tokens, judge, state)
+    for end in search_.ends():
+        assert all(c.logprobs and c.logprobs.rank == c.token_id for c in end.path.candidates())
     found = [
         (tuple(c.token_id for c in end.path.candidates()), end.path.value, end.score, end.finish)
         for end in search_.ends()

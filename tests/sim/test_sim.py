@@ -44,6 +44,7 @@ MET = (
         "pins not_cached",
         "handed over",
         "handed on",
+        "searches handed on",
         "copied tails",
         "prefix waits",
         "recomputed tokens",
