@@ -5,8 +5,9 @@ meanwhile.
 
 The driver plays a runner exactly as the protocol has it: credits one block boundary ahead, at most one
 report per step, sent only if something changed. Lengths are as in a chat load: prompts of 32 to 256 tokens
-of which a part is shared, outputs of 32 to 256. Only the core's own processor time counts, submits and
-starts included; the driver's does not. The last part shows that steps in which no block fills send nothing.
+of which a part is shared, outputs of 32 to 256. Only the core's own processor time counts, submits, starts
+and the daemon's ticks included; the driver's does not. The last part shows that steps in which no block fills
+send nothing.
 """
 
 import argparse
