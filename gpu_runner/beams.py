@@ -85,7 +85,8 @@ class Beams:
     def state(self, num_output_tokens: int) -> SearchState | None:
         """Where the search stands, with beams of that length; None if it cannot be told."""
         size = self._width * num_output_tokens * (1 + (self._start.sampling.logprobs or 0))
-        return self._search.state() if len(self._choices) == self._width and size <= MAX_TOLD else None
+        known = num_output_tokens > 0 and len(self._choices) == self._width
+        return self._search.state() if known and size <= MAX_TOLD else None
 
     def results(
         self, num_cached_tokens: int, prompt_logprobs: tuple[TokenLogprobs | None, ...] | None

@@ -17,7 +17,15 @@ from gpu_runner.start_faults import find_fault, refusal
 from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
 from gpu_runner.step_report import ReportBuilder
 from gpu_runner.stop_conditions import finish
-from kvmanager.protocol import MAX_VOCABULARY, Directives, Start, StepReport, TokenEvent, TokenLogprobs
+from kvmanager.protocol import (
+    MAX_VOCABULARY,
+    Directives,
+    SearchState,
+    Start,
+    StepReport,
+    TokenEvent,
+    TokenLogprobs,
+)
 
 REMEMBERED_STARTS: Final = 4096
 """Start ids kept to recognise a start that comes twice."""
@@ -115,13 +123,18 @@ class Scheduler:
         self._running[running.key] = running
 
     def _end_all(self, start_id: int, reason: EndReason) -> None:
-        request = self._requests.get(start_id)
+        request, beams = self._requests.get(start_id), self._beams.get(start_id)
+        search: SearchState | None = None
         for running in list(request.sequences.values()) if request else ():
-            self._end(running, reason)
+            # One whose prompt's log-probabilities nobody has been told yet starts as it did.
+            if beams is not None and reason == "preempted" and running.prompt_logprobs is None:
+                search, beams = beams.state(running.num_output_tokens), None
+            self._end(running, reason, search)
+            search = None
 
-    def _end(self, running: RunningSequence, reason: EndReason) -> None:
+    def _end(self, running: RunningSequence, reason: EndReason, search: SearchState | None = None) -> None:
         self._tails.leave(running.sequence.block_table[-1])
-        self._report.ended(running, reason)
+        self._report.ended(running, reason, search)
         del self._running[running.key]
         self._uncopied.pop(running.key, None)
         request = self._requests[running.start.start_id]

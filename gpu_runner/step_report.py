@@ -1,7 +1,7 @@
 """Collects what the manager must be told of a step, in the order in which it applies it."""
 
 from gpu_runner.request import EndReason, RunningSequence
-from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, StepReport, Taken
+from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, SearchState, StepReport, Taken
 
 
 class ReportBuilder:
@@ -35,10 +35,10 @@ class ReportBuilder:
     def forked(self, running: RunningSequence, children: tuple[int, ...]) -> None:
         self._forked.append(Forked(*running.key, children))
 
-    def ended(self, running: RunningSequence, reason: EndReason) -> None:
+    def ended(self, running: RunningSequence, reason: EndReason, search: SearchState | None = None) -> None:
         sequence = running.sequence
         new_token_ids = running.untold_tokens(len(sequence.token_ids))
-        self._ended.append(Ended(*running.key, new_token_ids, sequence.num_computed_tokens, reason))
+        self._ended.append(Ended(*running.key, new_token_ids, sequence.num_computed_tokens, reason, search))
 
     def copied(self, running: RunningSequence, index: int, block: BlockRef) -> None:
         self._copied.append(Copied(*running.key, index, block))

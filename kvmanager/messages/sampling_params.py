@@ -20,7 +20,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class BeamParams(Message, frozen=True):
     """Beam search instead of sampling: the request's choices are its `width` best ends, best first.
 
-    Such a request starts as it was submitted: what it has found since is not kept over a preemption.
+    Over a preemption what it has found since its start is kept only where its runner drains.
     """
 
     width: int  # as many as the request has choices, 1 to MAX_BEAMS

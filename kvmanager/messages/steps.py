@@ -3,6 +3,7 @@
 from typing import Literal
 
 from kvmanager.messages.sampling_params import Message
+from kvmanager.messages.tokens import SearchState
 
 BlockRef = tuple[int, int]
 """(block_id, generation): so that a late message cannot touch a block's next life."""
@@ -45,6 +46,7 @@ class Ended(Message, frozen=True):
     new_token_ids: tuple[int, ...]
     num_computed_tokens: int
     reason: Literal["finished", "cancelled", "preempted", "dropped"]
+    search: SearchState | None = None  # where a preempted beam search stands, once, with any of its beams
 
 
 class Copied(Message, frozen=True):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from kvmanager.asking.event_log import NOBODY, Asker
 from kvmanager.pool.block_pool import CACHED, BlockPool
 from kvmanager.pool.block_table import Sequence
-from kvmanager.protocol import Choice, Lookup, Rejected, SequenceStart, Start
+from kvmanager.protocol import Lookup, Rejected, SequenceStart, Start
 from kvmanager.scheduling import pressure
 from kvmanager.scheduling.clients import Frontend, Runner
 from kvmanager.scheduling.requests import ActiveStart, Found, Group, Request, RequestState
@@ -128,8 +128,9 @@ def postpone(pool: BlockPool, request: Request, usable: int) -> None:
     for place, group in enumerate(request.groups):
         shared = len(group.tokens) // pool.block_size
         needed += shared + len(group.choices) * (each - shared)
-        if place and needed > usable and request.submit.search is not None:
-            request.groups = request.group(tuple([Choice(index) for index in range(request.num_choices)]))
+        if place and needed > usable and request.search is not None:
+            request.search = None
+            request.groups = request.group(tuple(request.beams()))
             return
         if place and needed > usable:
             request.later.extend(request.groups[place:])
@@ -304,7 +305,7 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
             submit.prompt_token_ids,
             submit.sampling,
             tuple(starts),
-            submit.search if request.groups[0].output else None,
+            request.search,
         )
     )
 

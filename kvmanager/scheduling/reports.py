@@ -20,11 +20,13 @@ from kvmanager.protocol import (
     Ended,
     Forked,
     Progress,
+    SearchState,
     StepReport,
     Taken,
 )
 from kvmanager.scheduling.clients import Runner
 from kvmanager.scheduling.requests import ActiveStart, RequestState
+from kvmanager.scheduling.searches import find_state_fault
 from kvmanager.state import State
 
 MAX_CREDITS_WANTED = 1 << 20
@@ -82,6 +84,8 @@ class ReportCheck:
             self._fork(forked)
         for ended in report.ended:
             self._ended.add(self._advance(ended))
+            if ended.search is not None:
+                self._check_search(ended.start_id, ended.search)
         for copied in report.copied:
             self._copy(copied)
         for taken in report.taken:
@@ -146,6 +150,12 @@ class ReportCheck:
             self._sharing |= {parent, child}
             self.named.append(child)
 
+    def _check_search(self, start_id: int, search: SearchState) -> None:
+        sampling = self._active[start_id].request.submit.sampling
+        width = 0 if sampling.beam is None else sampling.beam.width
+        if fault := find_state_fault(search, width, sampling.max_tokens):
+            raise InvalidReport(f"start {start_id}: {fault}")
+
     def _copy(self, item: Copied) -> None:
         sequence = self._find(item.start_id, item.choice)
         sealed = sequence.num_computed // self._pool.block_size
@@ -186,6 +196,8 @@ def apply(
         for child in islice(sequences, len(forked.children)):
             fork(runner, active[forked.start_id], parent, child, pool)
     for ended in report.ended:
+        if ended.search is not None and runner.draining:
+            active[ended.start_id].request.search = ended.search
         end(state, active[ended.start_id], next(sequences), ended.reason, pool, now)
     for copied in report.copied:
         replace_entry(runner, next(sequences), copied, pool)
@@ -250,8 +262,9 @@ def end(
     request, runner = active.request, active.runner
     runner.seats -= len(choices)
     if reason == "preempted" and request.submit.sampling.beam is not None:
-        active.resume = list(request.submit.choices)  # a search starts as it did
-        request.computed = {0: len(request.prompt)}
+        active.resume = request.beams()
+        last = len(request.prompt) + len(active.resume[0].output_token_ids)
+        request.computed = {choice.index: last - bool(choice.output_token_ids) for choice in active.resume}
     elif reason == "preempted" and len(sequence.tokens) < request.max_length:
         output = tuple(sequence.tokens[len(request.prompt) :])
         active.resume.extend(Choice(choice, output) for choice in choices)

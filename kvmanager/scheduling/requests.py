@@ -95,6 +95,7 @@ class Request:
         "promoted",
         "prompt",
         "salt",
+        "search",
         "serial",
         "state",
         "submit",
@@ -121,6 +122,7 @@ class Request:
         self.waited_for = ""  # request_id of whom it waited for last, as that one computed its prefix
         self.waited_since = 0.0  # seconds
         self.counted = False  # its lookup is in the statistics
+        self.search = submit.search  # where it goes on, if it is a beam search
         self.groups = self.group(submit.choices)
         self.later: list[Group] = []
 
@@ -149,6 +151,12 @@ class Request:
             self.lookup,
             sequences,
         )
+
+    def beams(self) -> list[Choice]:
+        """What the next start of a beam search runs."""
+        if self.search is None:
+            return [Choice(choice.index) for choice in self.submit.choices]
+        return [Choice(index, path.token_ids) for index, path in enumerate(self.search.beams)]
 
     def group(self, choices: tuple[Choice, ...]) -> list[Group]:
         by_output: dict[tuple[int, ...], list[int]] = {}

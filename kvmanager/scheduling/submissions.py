@@ -18,6 +18,7 @@ from kvmanager.protocol import (
 from kvmanager.scheduling.admission import why_it_never_fits
 from kvmanager.scheduling.clients import Frontend
 from kvmanager.scheduling.requests import Request
+from kvmanager.scheduling.searches import find_state_fault
 from kvmanager.state import State
 
 RETRY_AFTER = 1.0  # seconds
@@ -119,20 +120,9 @@ def find_search_fault(message: Submit) -> str:
         return f"a beam search of width {beam.width} (1 to {MAX_BEAMS}) wants as many choices"
     if search is None:
         return "a beam search has output and no state" if any(outputs) else ""
-    if (
-        [path.token_ids for path in search.beams] != outputs
-        or len(set(outputs)) < len(outputs)
-        or len({len(output) for output in outputs}) > 1
-    ):
-        return "the beams of a search are not its choices' outputs, all different and of one length"
-    for path in (*search.beams, *search.ends):
-        if not path.token_ids or not math.isfinite(path.cumulative_logprob):
-            return "a beam of a search has no tokens, or its cumulative_logprob is not a finite number"
-        if path.logprobs is not None and len(path.logprobs) != len(path.token_ids):
-            return "a beam of a search has not as many log-probabilities as tokens"
-    if len(search.ends) > beam.width or not all(end.finish_reason for end in search.ends):
-        return f"a search has {len(search.ends)} ends, want at most {beam.width}, each with its reason"
-    return ""
+    if [path.token_ids for path in search.beams] != outputs:
+        return "the beams of a search are not its choices' outputs"
+    return find_state_fault(search, beam.width, message.sampling.max_tokens)
 
 
 def cancel(state: State, frontend: Frontend, message: Cancel) -> None:

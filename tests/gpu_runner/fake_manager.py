@@ -36,6 +36,7 @@ class Job:
     open: dict[int, list[int]] = field(default_factory=dict)  # unfinished choices → output known
     start_id: int | None = None  # while it runs
     search: SearchState | None = None  # where its beams go on
+    told: list[SearchState] = field(default_factory=list)  # where its search stood when it was preempted
 
     def __post_init__(self) -> None:
         self.go_on(None)
@@ -209,7 +210,10 @@ class FakeManager:
             del self.jobs[ended.start_id]
 
     def _beam_ended(self, job: Job, ended: Ended) -> None:
-        """What a search has found is not kept: it has its end at once, or starts over."""
+        """What beams have found is not kept: a search has its end at once, or starts from a state."""
+        if ended.search is not None:
+            assert ended.reason == "preempted"
+            job.told.append(ended.search)
         last = not any(start_id == ended.start_id for start_id, _ in self.tables)
         assert not last or ended.reason != "dropped", "the last beam is dropped"
         if last and ended.reason == "finished":

@@ -131,6 +131,24 @@ def test_sampled_choices_of_that_prompt_take_as_many() -> None:
     assert world.scheduler.statistics().copies == 3
 
 
+def test_a_preempted_search_tells_once_where_it_stands() -> None:
+    """Not before its first token, and not while the prompt's log-probabilities are still to be told."""
+    world = World()
+    start(world, (5, 6, 7), BeamParams(3), max_tokens=9)
+    start(world, (5, 6), BeamParams(2), max_tokens=9, prompt_logprobs=0)
+    start_ids = sorted(world.manager.jobs)
+    for _ in range(2):
+        world.step()
+    start(world, (9, 9), BeamParams(2), max_tokens=9)
+    world.scheduler.handle(Directives(preempts=(*start_ids, start_ids[-1] + 1)))
+    world.step()
+    ended = [item for item in world.reports[-1].ended if item.reason == "preempted"]
+    (state,) = [item.search for item in ended if item.search]
+    assert ended[0].search is state
+    assert [len(beam.token_ids) for beam in state.beams] == [2, 2, 2]
+    assert len(ended) == 3 + 2 + 1
+
+
 def test_dropped_beams_are_told_with_the_forks_that_replace_them() -> None:
     world = World()
     start(world, (5, 6, 7), BeamParams(4), max_tokens=30)
@@ -244,7 +262,7 @@ class BeamMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.stopped()))
         told = [e.search for e in self.world.events if e.request_id == f"job-{job.number}" and e.search]
         if job.sampling.beam is not None:
-            job.go_on(data.draw(st.sampled_from([None, *told])))
+            job.go_on(data.draw(st.sampled_from([None, *told, *job.told])))
         self.start(job, False)
 
     @rule(num_credits=st.sampled_from((0, 1, 3, ALL)))

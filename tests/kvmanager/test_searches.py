@@ -10,11 +10,15 @@ from kvmanager.protocol import (
     BeamParams,
     BeamPath,
     Choice,
+    Draining,
+    Ended,
+    Fenced,
     Forked,
     Progress,
     Rejected,
     SamplingParams,
     SearchState,
+    Start,
     StepReport,
     Submit,
     Taken,
@@ -62,14 +66,46 @@ def test_what_a_dead_runners_beams_had_filled_is_found_by_each_of_those_that_go_
     assert again.sequences[0].block_table[:2] == again.sequences[1].block_table[:2]
 
 
-def test_a_search_that_is_preempted_starts_as_it_was_submitted() -> None:
+LATER = search((*OUTPUTS[0], 2), (*OUTPUTS[1], 2))
+
+
+def preempted(start: Start, state: SearchState = LATER) -> StepReport:
+    """The runner's answer: each beam has got token 2 since."""
+    first, second = (Ended(start.start_id, choice, (2,), 9, "preempted") for choice in range(2))
+    return StepReport(ended=(msgspec.structs.replace(first, search=state), second))
+
+
+def test_a_search_that_is_preempted_starts_as_it_did() -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
     start, _ = scene.submit(frontend, runner, submit(1, *OUTPUTS))
-    scene.end(runner, start, 9, "preempted", (2,))
+    scene.send(runner, preempted(start))
     again = scene.start(runner)
     assert again.start_id > start.start_id
     assert (again.search, len(again.sequences)) == (start.search, 2)
+
+
+def test_of_a_search_whose_runner_drains_nothing_is_computed_again() -> None:
+    scene = Scene()
+    draining, other, frontend = scene.runner("draining"), scene.runner("other"), scene.frontend()
+    start, _ = scene.submit(frontend, draining, submit(1, *OUTPUTS))
+    scene.send(draining, Draining())
+    scene.send(draining, preempted(start))
+    again = scene.start(other)
+    assert again.search == LATER
+    assert [each.num_cached_tokens for each in again.sequences] == [9, 9]
+    assert [len(each.output_token_ids) for each in again.sequences] == [7, 7]
+
+
+@pytest.mark.parametrize(
+    "state", [search(OUTPUTS[0]), search((4,) * 20, (5,) * 20), search((-1,), (5,)), search((1 << 32,), (5,))]
+)
+def test_a_runner_that_reports_a_state_that_cannot_be_is_fenced(state: SearchState) -> None:
+    scene = Scene()
+    runner, frontend = scene.runner(), scene.frontend()
+    start, _ = scene.submit(frontend, runner, submit(1, *OUTPUTS))
+    scene.send(runner, preempted(start, state))
+    assert [type(message) for message in scene.received(runner)] == [Fenced]
 
 
 def test_where_beams_that_share_nothing_might_not_fit_the_search_begins_anew() -> None:

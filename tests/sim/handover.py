@@ -108,13 +108,13 @@ class Handovers:
 
 def searched(start: Start, beams: list[Left]) -> Left:
     """All beams of a search as one. A frontend is told of it whenever all have filled a block."""
-    computed = min(beam.computed for beam in beams)
-    told = max(computed - computed % BLOCK_SIZE + 1 - len(start.prompt_token_ids), 0)
+    num_prompt, num_given = len(start.prompt_token_ids), len(start.sequences[0].output_token_ids)
+    computed = max(min(beam.computed for beam in beams), num_prompt + num_given - 1 if num_given else 0)
     return Left(
         start.attempt,
         max(beam.computed for beam in beams),
         max(beam.unreported for beam in beams),
-        max(told, len(start.sequences[0].output_token_ids)),
+        max(computed - computed % BLOCK_SIZE + 1 - num_prompt, 0),
     )
 
 
