@@ -100,6 +100,7 @@ class EventLog:
         "_own",
         "_removals",
         "_times",
+        "_trimmed_at",
         "asker",
         "cause",
         "last",
@@ -127,7 +128,8 @@ class EventLog:
         self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
         self._older_removals: dict[
             bytes, int
-        ] = {}  # those before `size` others; together they hold the ring's
+        ] = {}  # those up to number `_trimmed_at`; together they hold the ring's
+        self._trimmed_at = 0
 
     def stored(self, content: Held, block: int, kind: int = STORED) -> None:
         self.last = number = self.last + 1
@@ -152,11 +154,13 @@ class EventLog:
         self.removed(NOTHING, -1, CLEARED)
 
     def trim(self) -> None:
-        """Forget the oldest removals; to be called now and then. Half of the events are removals at most, in
-        the long run, and a table that grows further takes long to do so.
+        """Forget the oldest removals, if the ring has none of them any more; to be called now and then. Half
+        of the events are removals at most, in the long run, and a table that grows further takes long to do
+        so.
         """
-        if len(self._removals) >= self.size // 2:
+        if len(self._removals) >= self.size // 2 and self._trimmed_at <= self.last - self.size:
             self._removals, self._older_removals = {}, self._removals
+            self._trimmed_at = self._looked_up_to
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""

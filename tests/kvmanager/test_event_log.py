@@ -71,3 +71,19 @@ def test_the_last_removal_counts_and_old_ones_are_forgotten() -> None:
     assert log.removal(bytes([99 % 3])) is None
     log.cleared()
     assert log.since(log.last - 1, 1)[0].kind == "cleared"
+
+
+def test_what_a_burst_of_removals_removed_is_known_for_as_long_as_the_ring_has_it() -> None:
+    log = EventLog(64)
+    for number in range(64):
+        log.removed(held(number), number)
+    while log.behind:
+        log.catch_up(8)
+        log.trim()
+    assert None not in [log.removal(bytes([number])) for number in range(64)]
+    for number in range(64, 192):
+        log.removed(held(number), number)
+        log.catch_up(8)
+        log.trim()
+    assert [log.removal(bytes([number])) is None for number in range(192)] == [True] * 128 + [False] * 64
+    assert len(log._removals) + len(log._older_removals) <= 128
