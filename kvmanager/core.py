@@ -236,6 +236,8 @@ class Core:
                 state.send(client, introspection.statistics(state, message.query_id, now))
             case _ if introspection.fault(message):
                 self.count_dropped()
+            case ExplainQuery() | PlanQuery() if long_text.is_torn(state, client, message):
+                self.count_dropped()
             case TextPart():
                 long_text.take(state, client, message)
             case Pin() | Unpin() | PinsQuery():

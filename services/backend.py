@@ -289,5 +289,5 @@ def in_parts(query: Query) -> Iterator[Query]:
         return
     for start in range(0, len(tokens) - 1, MAX_PART):
         part = tokens[start : min(start + MAX_PART, len(tokens) - 1)]
-        yield TextPart(query.query_id, part, query.cache_salt, query.tenant)
-    yield msgspec.structs.replace(query, token_ids=tokens[-1:])
+        yield TextPart(query.query_id, part, query.cache_salt, query.tenant, start)
+    yield msgspec.structs.replace(query, token_ids=tokens[-1:], start=len(tokens) - 1)

@@ -80,11 +80,17 @@ def take(state: State, frontend: Frontend, part: TextPart) -> None:
     if state.pool is None:
         return
     text = state.texts.pop(key, None) or LongText(salt_digest(part.cache_salt, part.tenant), state.pool)
-    if len(text.tokens) + len(part.token_ids) < MAX_PROMPT_TOKENS:
+    if len(text.tokens) == part.start and part.start + len(part.token_ids) < MAX_PROMPT_TOKENS:
         text.add(token_array(part.token_ids), state.pool)
         state.texts[key] = text
     if len(state.texts) > MAX_TEXTS:
         state.texts.popitem(last=False)
+
+
+def is_torn(state: State, frontend: Frontend, query: ExplainQuery | PlanQuery) -> bool:
+    """Whether not all of the text has come before the question: an answer would be about another one."""
+    text: LongText | None = state.texts.get((frontend.client_id, query.query_id))
+    return state.pool is not None and query.start != (0 if text is None else len(text.tokens))
 
 
 def whole(state: State, frontend: Frontend, query: ExplainQuery | PlanQuery) -> LongText | None:

@@ -54,13 +54,15 @@ MAX_PART = 2048  # tokens of one message
 class TextPart(Message, frozen=True, tag=True):
     """The tokens with which the text of the question `query_id` begins, which comes later and has the
     rest: at least one, and few, as it has the work of the answer. A text of more than MAX_PART comes so, all
-    parts in order. There is no answer.
+    parts in order; `start` is how many of its tokens have come before. There is no answer, and none to a
+    question of whose parts the manager has dropped one, as too many were asked at once.
     """
 
     query_id: int
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     tenant: str = ""
+    start: int = 0
 
 
 class ExplainQuery(Message, frozen=True, tag=True):
@@ -70,6 +72,7 @@ class ExplainQuery(Message, frozen=True, tag=True):
     token_ids: tuple[int, ...]
     cache_salt: str = ""
     tenant: str = ""
+    start: int = 0  # as of TextPart
 
 
 Cause = Literal["capacity", "evict", "clear", "damaged", "other_layout"]
@@ -124,6 +127,7 @@ class PlanQuery(Message, frozen=True, tag=True):
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    start: int = 0  # as of TextPart
 
 
 Outcome = Literal["start", "wait_for_turn", "wait_for_prefix", "wait_for_tier", "wait_for_room", "refuse"]

@@ -63,10 +63,10 @@ class Asker:
         """In parts of so many tokens, and with `between` each of them, if that is given."""
         start = 0
         while part and len(tokens) - start > part:
-            self.tell(TextPart(1, tuple(tokens[start : start + part]), salt, tenant))
+            self.tell(TextPart(1, tuple(tokens[start : start + part]), salt, tenant, start))
             self.between()
             start += part
-        answer: Explanation = self.ask(ExplainQuery(1, tuple(tokens[start:]), salt, tenant))
+        answer: Explanation = self.ask(ExplainQuery(1, tuple(tokens[start:]), salt, tenant, start))
         return answer
 
     def tell(self, message: TextPart) -> None:

@@ -21,6 +21,7 @@ from kvmanager.protocol import (
     Progress,
     RequestsQuery,
     StepReport,
+    TextPart,
     decode_to_frontend,
     decode_to_manager,
     encode,
@@ -94,6 +95,27 @@ def test_who_asks_after_many_events_is_told_when_they_were_looked_at(
     assert ticks == (events - 1) // 5
     scene.send(scene.client, ExplainQuery(2, tuple(TEXT)))
     assert len(scene.received(scene.client)) == 1
+
+
+@pytest.mark.parametrize("tenant", ["", TENANTS[0]])
+def test_of_too_many_long_texts_some_get_no_answer_and_none_a_wrong_one(
+    tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some parts are dropped, be it because many texts wait, or many questions that came too early."""
+    monkeypatch.setattr("kvmanager.core.MAX_TOO_EARLY", 64)
+    monkeypatch.setattr("kvmanager.core.AT_ONCE", 0)
+    scene = AskedScene()
+    scene.received(scene.client)
+    part, last = tuple(TEXT[:4]), tuple(TEXT[8:])
+    for number in range(25):
+        scene.send(scene.client, TextPart(number, part, "", tenant))
+        scene.send(scene.client, TextPart(number, tuple(TEXT[4:8]), "", tenant, 4))
+        scene.send(scene.client, ExplainQuery(number, last, "", tenant, 8))
+    monkeypatch.setattr("kvmanager.core.AT_ONCE", 1 << 16)
+    scene.take(scene.core.tick(scene.now))
+    answers = scene.received(scene.client)
+    assert 16 <= len(answers) < 25
+    assert {each.num_tokens for each in answers} == {len(TEXT)}
 
 
 def test_another_salt_is_another_cache() -> None:

@@ -203,6 +203,8 @@ def test_a_long_text_is_asked_about_in_parts(length: int) -> None:
     assert [type(each) for each in sent] == [*[TextPart] * (len(sent) - 1), ExplainQuery]
     assert [token for each in sent for token in each.token_ids] == tokens
     assert (len(sent) > 1) == (length > MAX_PART)
+    lengths = [len(each.token_ids) for each in sent]
+    assert [each.start for each in sent] == [sum(lengths[:place]) for place in range(len(sent))]
     for each in sent:
         assert (each.query_id, each.cache_salt, each.tenant) == (7, "salt", "aa" * 16)
         assert 1 <= len(each.token_ids) <= MAX_PART
