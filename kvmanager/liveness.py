@@ -93,6 +93,11 @@ class WatchedLock:
         kind: int = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, question))[0]
         return kind != fcntl.F_UNLCK
 
+    @property
+    def is_empty(self) -> bool:
+        """As every lock file is."""
+        return not os.fstat(self._fd).st_size
+
     def discard(self, path: Path) -> None:
         """Remove the file at `path`, if it is this one and nobody holds it: its process has died."""
         try:
@@ -100,7 +105,7 @@ class WatchedLock:
         except OSError:
             return
         if is_at(self._fd, path):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -120,7 +125,7 @@ def held_locks(locks: Path, *, but: str, tidy: bool = False) -> tuple[str, ...]:
             continue
         if lock.held():
             names.append(path.name)
-        elif tidy and not path.stat().st_size:
+        elif tidy and lock.is_empty:
             lock.discard(path)
         lock.close()
     return tuple(names)

@@ -142,6 +142,18 @@ def test_only_the_file_of_a_process_that_died_is_discarded(tmp_path: Path) -> No
     process.communicate()
 
 
+def test_a_lock_file_may_go_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving").touch()
+    held = WatchedLock.held
+
+    def just_before(lock: WatchedLock) -> bool:
+        (tmp_path / "leaving").unlink()
+        return held(lock)
+
+    monkeypatch.setattr(WatchedLock, "held", just_before)
+    assert held_locks(tmp_path, but="", tidy=True) == ()
+
+
 def test_a_lock_is_held_as_long_as_its_process_lives(tmp_path: Path) -> None:
     path = tmp_path / "name"
     process = hold(path)
