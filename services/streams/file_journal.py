@@ -12,6 +12,8 @@ before it sends anything.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -228,10 +230,10 @@ class FileFollower:
     def _read(self) -> bool:
         """Whether there was something new."""
         try:
-            if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:
+            data = os.pread(self._fd, max(0, os.fstat(self._fd).st_size - self._size), self._size)
+            if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:  # then what was read does not count
                 self._open()
                 return True
-            data = os.pread(self._fd, max(0, os.fstat(self._fd).st_size - self._size), self._size)
             ends = [self._apply(end, content) for end, content in _frames(data)]
         except FileNotFoundError:
             raise JournalLost("the journal was removed") from None
@@ -264,14 +266,20 @@ class FileFollower:
         self._fd = -1
 
 
-def _claim(path: Path) -> FileLock | None:
-    """The lock of a journal, unless its owner lives and gets on. Raises OSError."""
-    silent = time.time() - os.stat(path).st_mtime
-    lock = FileLock.take(_lock_of(path))
-    if lock is None and silent > STILL:
-        _lock_of(path).unlink(missing_ok=True)
-        lock = FileLock.take(_lock_of(path))
-    return lock
+def _claim(path: Path) -> tuple[int, FileLock] | None:
+    """A journal and its lock, unless its owner lives and gets on. Of two that come at once, one gets it."""
+    fd, lock = -1, None
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            lock = FileLock.take(_lock_of(path))
+            if lock is None and time.time() - os.fstat(fd).st_mtime > STILL:
+                _lock_of(path).unlink(missing_ok=True)
+                lock = FileLock.take(_lock_of(path))
+    if lock is None:
+        _close(fd)
+    return None if lock is None else (fd, lock)
 
 
 def _lock_of(path: Path) -> Path:
@@ -334,15 +342,10 @@ class FileJournals:
 
     async def take_over(self, stream_id: str) -> Journal | None:
         path = self._folder / stream_id
-        try:
-            lock = _claim(path)
-        except OSError:
+        if (found := _claim(path)) is None:
             return None
-        if lock is None:
-            return None
-        fd, journal = -1, None
+        fd, lock, journal = *found, None
         try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             state, size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
             journal = FileJournal(path, lock, fd, state, size, self._ttl)
             if not state.ended:

@@ -13,6 +13,7 @@ import pytest
 from kvmanager.errors import PagekeeperError
 from services.streams.file_journal import STILL, STUCK, FileFollower, FileJournal, FileJournals
 from services.streams.journal import JournalError, JournalLost
+from services.supervisor.lock_files import FileLock
 from tests.services.test_journals import ID, batch, spec
 
 
@@ -222,5 +223,70 @@ def test_an_owner_that_is_stopped_does_not_keep_readers_for_ever(folder: str) ->
         await follower.refresh(0.0)
         await follower.close()
         await journal.remove()
+
+    asyncio.run(test())
+
+
+def test_of_two_that_take_a_journal_away_at_once_one_has_it(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        here, there, elsewhere = (FileJournals(folder, 3, 1000, 600.0) for _ in range(3))
+        owner = await here.create(spec())
+        await owner.append(batch(1, b"a"))
+        make_silent(folder, STILL + 1)
+        take, others = FileLock.take, []
+
+        def at_once(path: Path) -> FileLock | None:
+            """Another one is faster, between the look at the lock and taking it away."""
+            monkeypatch.setattr(FileLock, "take", take)
+            found = take(path)
+            with pytest.raises(StopIteration) as taken:
+                elsewhere.take_over(ID).send(None)
+            others.append(taken.value.value)
+            return found
+
+        monkeypatch.setattr(FileLock, "take", at_once)
+        heirs = [await there.take_over(ID), *others]
+        assert [heir is None for heir in heirs] == [False, True]
+        (heir,) = (heir for heir in heirs if heir is not None)
+        await heir.append(batch(2, b"b"))
+        assert await heir.renew()
+        await owner.close()
+        await heir.remove()
+        assert files(folder) == []
+
+    asyncio.run(test())
+
+
+def test_what_a_replaced_journal_gets_is_not_read(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        journals = FileJournals(folder, 3, 1000, 600.0)
+        owner = await journals.create(spec())
+        await owner.append(batch(1, b"a"))
+        follower = await journals.follow(ID)
+        assert follower is not None
+        make_silent(folder, STILL + 1)
+        heirs, pread = [], os.pread
+
+        def just_before(fd: int, length: int, at: int) -> bytes:
+            """It changes hands while it is read, and the former owner goes on."""
+            monkeypatch.setattr(os, "pread", pread)
+            with pytest.raises(StopIteration) as taken:
+                journals.take_over(ID).send(None)
+            heirs.append(taken.value.value)
+            with pytest.raises(JournalLost):
+                owner.append(batch(2, b"B")).send(None)
+            return pread(fd, 1 << 20, at)
+
+        monkeypatch.setattr(os, "pread", just_before)
+        await follower.refresh(0.0)
+        assert follower.state.ring.since(0) == [b"a"]
+        await heirs[0].append(batch(2, b"b"))
+        await follower.refresh(0.0)
+        assert follower.state.ring.since(0) == [b"a", b"b"]
+        await follower.close()
+        await owner.close()
+        await heirs[0].remove()
 
     asyncio.run(test())
