@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 def plan_start(pool: BlockPool, request: Request) -> Plan:
     """Look everything up; changes nothing."""
     size, groups = pool.block_size, request.groups
-    if request.submit.read_cache:
+    if request.reads_cache:
         found = tuple([group.lookup(pool, request.salt) for group in groups])
     else:
         found = tuple([Found([]) for _ in groups])
@@ -156,7 +156,7 @@ def pick_runner(state: State, request: Request, now: float) -> Runner | None:
 def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> bytes | None:
     """The deepest block of the request that is being computed now, where its first missing one is."""
     producers = state.in_flight.producers
-    if not producers or not request.submit.read_cache or not state.policy.prefix_wait:
+    if not producers or not request.reads_cache or not state.policy.prefix_wait:
         return None
     for group, found in zip(request.groups, plan.found, strict=True):
         deepest = None

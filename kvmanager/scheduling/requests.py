@@ -127,6 +127,11 @@ class Request:
         self.later: list[Group] = []
 
     @property
+    def reads_cache(self) -> bool:
+        """Whether its next start does. One that shall compute its prompt has done so once it has output."""
+        return self.submit.read_cache or any(group.output for group in self.groups)
+
+    @property
     def num_choices(self) -> int:
         """Choices that a start of it runs."""
         return sum([len(group.choices) for group in self.groups])

@@ -119,7 +119,7 @@ class Tiering:
         """What `request`, for which there is room, shall wait for from the tier; None: for nothing. `hits`:
         what each of its groups finds in the pool. Changes nothing.
         """
-        if not request.submit.read_cache:
+        if not request.reads_cache:
             return None
         copies = self._missing(pool, request, hits)
         if request.copies_until is None:

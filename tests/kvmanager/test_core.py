@@ -145,6 +145,17 @@ def test_an_admission_that_does_not_fit_changes_nothing() -> None:
     assert scene.core.state.counters.prefix_cache_queries == 8 + 8 + 16
 
 
+def test_one_that_read_no_cache_reads_what_it_has_computed_when_it_goes_on() -> None:
+    scene = Scene()
+    one, two, frontend = scene.runner("one"), scene.runner("two"), scene.frontend()
+    start, _ = scene.submit(frontend, one, submission("a", [1] * 9, read_cache=False))
+    scene.send(one, StepReport((Progress(start.start_id, 0, (2,), 9),)))
+    scene.send(one, Draining())
+    scene.end(one, start, 9, "preempted")
+    (again,) = scene.start(two).sequences
+    assert (again.output_token_ids, again.num_cached_tokens) == ((2,), 9)
+
+
 def test_evicting_one_of_two_copies_keeps_the_hit() -> None:
     scene = Scene(6)
     runner, frontend = scene.runner(), scene.frontend()

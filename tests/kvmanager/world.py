@@ -159,6 +159,7 @@ class World:
     def check_start(self, start: Start) -> None:
         """Its hits are those that the naive model finds, and every hit holds exactly the right tokens."""
         salt, read_cache = self.salts[(start.token_endpoint, start.request_id)]
+        read_cache |= any(given.output_token_ids for given in start.sequences)
         findable = set(self.content.values())
         for sequence in start.sequences:
             tokens = (*start.prompt_token_ids, *sequence.output_token_ids)

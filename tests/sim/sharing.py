@@ -107,7 +107,7 @@ class Sharing:
 
 def may_read(core: Core, start: Start) -> bool:
     (active,) = (active for active in core.state.actives() if active.start_id == start.start_id)
-    return active.request.submit.read_cache
+    return active.request.submit.read_cache or any(each.output_token_ids for each in start.sequences)
 
 
 def best_hit(texts: list[Text], tokens: tuple[int, ...], salt: bytes) -> int:
