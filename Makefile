@@ -31,9 +31,12 @@ chat: $(VENV)/serve.stamp
 # The manager's tests run apart: only they are traced, since the branches of its core have to be covered.
 # Two processes with a thread each do more than one with two: most tests have only one thing to do at a time.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder
+# The longest first: begun last, one process would be busy with them while the other has nothing left to do.
+FIRST := tests/sim/ tests/e2e/
+OTHERS := $(filter-out tests/kvmanager/ $(FIRST),$(sort $(dir $(wildcard tests/*/test_*.py))))
 test: check programs
 	$(PYTEST) tests/kvmanager --cov=kvmanager --cov-branch --cov-fail-under=95
-	$(PYTEST) tests/sim tests --ignore=tests/kvmanager
+	$(PYTEST) $(FIRST) $(OTHERS) tests/test_*.py
 
 # What the tests start and pip does not bring: program and Debian package have the same name.
 PROGRAMS := chromium redis-server

@@ -45,6 +45,15 @@ def test_without_variables_there_are_no_flags(tmp_path: Path) -> None:
     assert planned.split() == ["exec", f"{tmp_path}/bin/pagekeeper", "serve"]
 
 
+def test_every_test_is_run_and_the_longest_first(tmp_path: Path) -> None:
+    planned = make("-n", "test", f"VENV={tmp_path}").stdout
+    named = [word.rstrip("/") for word in planned.split() if word.startswith("tests/")]
+    folders = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(named) == folders - {"tests"} | {"tests/test_*.py"}
+    assert named[:3] == ["tests/kvmanager", "tests/sim", "tests/e2e"]
+    assert len(named) == len(set(named))
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
