@@ -16,7 +16,7 @@ from kvmanager.scheduling.requests import ActiveStart, Ended, Request, RequestSt
 from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy
 
-MAX_ENDED = 256  # requests of a tenant that are gone, kept for those who ask
+MAX_ENDED = 256  # requests that are gone, kept for those who ask
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class State:
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
         self.ended: dict[str, deque[Ended]] = {}
-        """By tenant: what of one is shown does not depend on how many others have."""
+        """By tenant: what of one is shown does not depend on how many others have. By "": of all."""
         self.sweeps: OrderedDict[tuple[int, Any], Sweep] = OrderedDict()
         """By client and command."""
         self.texts: OrderedDict[tuple[int, int], Any] = OrderedDict()
@@ -137,8 +137,8 @@ class State:
             self.admission_due = True
         request.state = RequestState.GONE
         submit, info = request.submit, request.describe("ended", 0.0)
-        ended = self.ended.setdefault(submit.tenant, deque(maxlen=MAX_ENDED))
-        ended.append(Ended(submit.tenant, submit.arrival, info))
+        for tenant in {"", submit.tenant}:
+            self.ended.setdefault(tenant, deque(maxlen=MAX_ENDED)).append(Ended(submit.arrival, info))
         frontend: Frontend = request.frontend
         del frontend.requests[submit.request_id]
         frontend.remember(submit.request_id, submit.attempt, request.counted)

@@ -63,8 +63,7 @@ def everything(state: State, tenant: str) -> dict[Key, Item]:
     """A tenant's, or all. One that is cancelled, but has not ended on its runner, counts as live."""
     known: dict[Key, Item] = {
         (ended.arrival, ended.info.request_id, ended.info.attempt): ended
-        for kept in (state.ended.values() if not tenant else [state.ended.get(tenant, ())])
-        for ended in kept
+        for ended in state.ended.get(tenant, ())
     }
     live = [active.request for active in state.actives()]
     for client in state.clients.values():

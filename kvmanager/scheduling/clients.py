@@ -39,6 +39,7 @@ class Frontend:
     def remember(self, request_id: str, attempt: int, counted: bool) -> None:
         """This attempt is over. A number is kept of it, as many are kept and most are never asked for."""
         self.gone[request_id] = 2 * attempt + counted
+        self.gone.move_to_end(request_id)
         if len(self.gone) > MAX_REMEMBERED:
             self.gone.popitem(last=False)
 

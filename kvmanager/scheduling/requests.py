@@ -173,7 +173,6 @@ class Request:
 class Ended(NamedTuple):
     """What is kept of a request that is over; `info` is of its end."""
 
-    tenant: str
     arrival: float  # seconds
     info: RequestInfo
 

@@ -278,6 +278,21 @@ def test_requests_that_ended_lately_are_told() -> None:
     assert scene.asker.requests()[1].sequences[0].num_computed == 11
 
 
+def test_so_many_of_all_that_ended_are_told_and_so_many_of_each_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvmanager.state.MAX_ENDED", 2)
+    scene = AskedScene()
+    for name, tenant in zip("abcdef", [TENANTS[0], TENANTS[0], TENANTS[0], "", TENANTS[1], ""], strict=True):
+        message = submission(name, [1], arrival=float(ord(name)))
+        scene.run(scene.client, scene.worker, msgspec.structs.replace(message, tenant=tenant))
+    told = {
+        tenant: [each.request_id for each in scene.asker.ask(RequestsQuery(1, tenant=tenant)).requests]
+        for tenant in ("", *TENANTS)
+    }
+    assert told == {"": ["e", "f"], TENANTS[0]: ["b", "c"], TENANTS[1]: ["e"]}
+
+
 @pytest.mark.parametrize(
     "question",
     [

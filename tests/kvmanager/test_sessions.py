@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvmanager.pool.block_pool import CACHED, FREE, RESERVED
@@ -260,3 +261,6 @@ def test_what_is_gone_is_remembered_within_a_bound(monkeypatch: pytest.MonkeyPat
         scene.run(frontend, runner, submission(name, [1]))
     (client,) = (each for each in scene.core.state.clients.values() if isinstance(each, Frontend))
     assert [*client.gone] == ["b", "c"]
+    scene.run(frontend, runner, msgspec.structs.replace(submission("b", [1]), attempt=1))
+    scene.run(frontend, runner, submission("d", [1]))
+    assert [*client.gone] == ["b", "d"], "the last to end is kept, whenever an attempt of it ended before"
