@@ -52,13 +52,14 @@ class Runner:
         self.scheduler.handle(Directives(starts=(start,)))
 
     def run(self) -> dict[str, list[TokenEvent]]:
-        """All events by request."""
+        """All events by request, but those that only say where a search stands."""
         events: dict[str, list[TokenEvent]] = {}
         while (plan := self.scheduler.schedule()) is not None:
             report = self.scheduler.report()
             for new in self.scheduler.update(plan, self.executor.execute(plan)).values():
                 for event in new:
-                    events.setdefault(event.request_id, []).append(event)
+                    if event.search is None:
+                        events.setdefault(event.request_id, []).append(event)
             if report is not None:
                 missing = report.credits_wanted - self.scheduler.statistics().credits
                 self.scheduler.handle(Directives(credits=self.blocks(missing)))
