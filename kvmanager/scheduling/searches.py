@@ -8,7 +8,7 @@ from kvmanager.protocol import MAX_VOCABULARY, SearchState
 def find_state_fault(search: SearchState, width: int, max_tokens: int) -> str:
     """Why no search of that width can stand there, or an empty string."""
     outputs = [path.token_ids for path in search.beams]
-    if len(set(outputs)) != width or len({len(output) for output in outputs}) > 1:
+    if not len(set(outputs)) == len(outputs) == width or len({len(output) for output in outputs}) != 1:
         return f"a search has {len(outputs)} beams, want {width}, all different and of one length"
     if len(outputs[0]) >= max_tokens:
         return f"the beams of a search have {len(outputs[0])} tokens, want fewer than max_tokens {max_tokens}"

@@ -24,6 +24,7 @@ from kvmanager.protocol import (
     Taken,
     TokenLogprobs,
 )
+from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.scene import Scene
 
 PROMPT = (1, 2, 3)
@@ -98,13 +99,29 @@ def test_of_a_search_whose_runner_drains_nothing_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "state", [search(OUTPUTS[0]), search((4,) * 20, (5,) * 20), search((-1,), (5,)), search((1 << 32,), (5,))]
+    "state",
+    [
+        search(),
+        search(OUTPUTS[0]),
+        search(OUTPUTS[0], *OUTPUTS),
+        search((4,) * 20, (5,) * 20),
+        search((-1,), (5,)),
+        search((1 << 32,), (5,)),
+    ],
 )
 def test_a_runner_that_reports_a_state_that_cannot_be_is_fenced(state: SearchState) -> None:
     scene = Scene()
     runner, frontend = scene.runner(), scene.frontend()
     start, _ = scene.submit(frontend, runner, submit(1, *OUTPUTS))
     scene.send(runner, preempted(start, state))
+    assert [type(message) for message in scene.received(runner)] == [Fenced]
+
+
+def test_a_runner_that_reports_a_state_of_what_is_no_search_is_fenced() -> None:
+    scene = Scene()
+    runner, frontend = scene.runner(), scene.frontend()
+    start, _ = scene.submit(frontend, runner, submission("a", [1, 2, 3]))
+    scene.send(runner, StepReport(ended=(Ended(start.start_id, 0, (), 3, "finished", search()),)))
     assert [type(message) for message in scene.received(runner)] == [Fenced]
 
 
