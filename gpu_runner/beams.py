@@ -25,9 +25,9 @@ from kvmanager.protocol import (
     TokenLogprobs,
 )
 
-MAX_TOLD: Final = 1 << 20
-"""Of a search that stands at more tokens than this, the alternatives of their log-probabilities counted as
-well, nobody is told: it would make messages of tens of megabytes.
+MAX_TOLD: Final = 1 << 17
+"""Of a search that stands at more tokens than this, its ends and the alternatives of their log-probabilities
+counted as well, nobody is told: reading such a message would hold up others for tens of milliseconds.
 """
 
 
@@ -84,7 +84,8 @@ class Beams:
 
     def state(self, num_output_tokens: int) -> SearchState | None:
         """Where the search stands, with beams of that length; None if it cannot be told."""
-        size = self._width * num_output_tokens * (1 + (self._start.sampling.logprobs or 0))
+        paths = 2 * self._width  # beams, and as many ends at most
+        size = paths * num_output_tokens * (1 + (self._start.sampling.logprobs or 0))
         known = num_output_tokens > 0 and len(self._choices) == self._width
         return self._search.state() if known and size <= MAX_TOLD else None
 
