@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -35,7 +36,11 @@ class RedisServer:
         self._process = subprocess.Popen(
             [program, "--unixsocket", str(self._socket), *argv], stdout=subprocess.DEVNULL
         )
-        wait_until(self._socket.exists, "Redis's socket")
+        wait_until(self._accepts, "Redis to accept connections")  # its socket is there a moment before
+
+    def _accepts(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self._socket)) == 0
 
     def freeze(self) -> None:
         """It accepts connections, and answers nothing."""
