@@ -116,6 +116,9 @@ class Core:
         client = self.state.clients[client_id]
         if isinstance(client, Runner):
             client.last_heard = now
+            if client.touched and isinstance(message, StepReport):  # most of what comes
+                self._report(now, client, message)
+                return self._settle(now)
         elif client.touched and not isinstance(message, Submit) and isinstance(message, ASKED):
             if isinstance(message, ExplainQuery | PlanQuery) and self.state.waiting.first is not None:
                 self.state.admission_due = True  # as the next tick would: a request may have its turn by now

@@ -36,7 +36,7 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
     else:
         found = tuple([Found([]) for _ in groups])
     total = sum([-(-len(group.tokens) // size) for group in groups])
-    hits = {block for each in found for block in each.blocks}
+    hits: set[int] = set().union(*[each.blocks for each in found])
     sources = {each.source for each in found if each.num_shared} - hits
     return Plan(
         found,
@@ -48,7 +48,7 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
 
 def num_cached(pool: BlockPool, blocks: set[int]) -> int:
     """How many of them nobody holds."""
-    return sum([pool.state[block] == CACHED for block in blocks])
+    return [*map(pool.state.__getitem__, blocks)].count(CACHED)
 
 
 def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:

@@ -6,7 +6,7 @@ returned) on notes of its own; what it lets through, the second half applies wit
 This is most of what a step costs the manager, so each item is looked at as few times as can be.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import islice
 from typing import Literal
 
@@ -163,14 +163,14 @@ class ReportCheck:
             raise InvalidReport(f"{name(item)} cannot replace entry {item.index} of its table")
         self._spend((item.block,))
 
-    def _spend(self, blocks: Iterable[BlockRef]) -> None:
-        credits, generations, spent = self._credits, self._pool.generation, self.spent
-        for block, generation in blocks:
-            if block not in credits or generations[block] != generation or block in spent:
-                raise InvalidReport(
-                    f"block {block} of generation {generation} is not a credit of this runner"
-                )
-            spent.add(block)
+    def _spend(self, refs: Collection[BlockRef]) -> None:
+        spent, blocks = self.spent, [block for block, _ in refs]
+        before = len(spent)
+        spent.update(blocks)
+        known = self._credits.issuperset(blocks) and self._pool.refs(blocks) == tuple(refs)
+        if not known or len(spent) != before + len(blocks):
+            some = ", ".join(f"{block} of generation {generation}" for block, generation in [*refs][:8])
+            raise InvalidReport(f"one of the blocks {some} is not a credit of this runner, or taken twice")
 
 
 def name(item: Progress | Ended | Copied | Taken) -> str:

@@ -103,7 +103,8 @@ def find_fault(message: Submit) -> str:
         return f"choice indices are {min(indices)} to {max(indices)}, want 0 to {MAX_CHOICES - 1}"
     if max_tokens < 1 or max([len(choice.output_token_ids) for choice in message.choices]) >= max_tokens:
         return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
-    if fault := find_search_fault(message):
+    searches = message.sampling.beam is not None or message.search is not None
+    if searches and (fault := find_search_fault(message)):
         return fault
     if message.attempt < 0 or not math.isfinite(message.arrival):
         return f"attempt {message.attempt} or arrival {message.arrival} is not a usable number"
