@@ -44,7 +44,7 @@ def settle(server: Server, followers: list[Follower]) -> None:
     """All processes are there, serve, and every stream flows."""
     wait_until(lambda: all(len(server.children(kind)) == count for kind, count in ALL), "all processes", 120)
     wait_until(server.ready, "ready", 120)
-    wait_until(lambda: server.metrics()["pagekeeper_ready_runners"] == 2, "both runners", 120)
+    wait_until(lambda: server.metrics().get("pagekeeper_ready_runners") == 2, "both runners", 120)
     settled = time.monotonic()
     wait_until(lambda: server.ready() and flowing(followers, settled), "streams that flow", 120)
 
