@@ -205,7 +205,8 @@ without a branch.
 Live requests, and those that ended lately; `state` (one that an answer has, or `live`: all that have not
 ended), `limit` and `cursor` choose; a page may be shorter than its limit, and the end is where `next_cursor`
 is null. With its id (an answer's `id`; for further prompts of one call with `-1`, `-2` behind it) one request
-comes with its block tables. `lookup` is what its last lookup found.
+comes with its block tables; of one that was submitted again as its runner died, the last `attempt`. `lookup`
+is what its last lookup found.
 """)
     body = {"messages": messages(SYSTEM, "Tell me a long story."), "max_tokens": 400, "ignore_eos": True}
     with page.running({"model": page.model, **body}):
