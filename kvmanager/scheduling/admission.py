@@ -6,6 +6,7 @@ A request starts with all its sequences or not at all; until everything is known
 changed.
 """
 
+from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from kvmanager.asking.event_log import NOBODY, Asker
@@ -36,8 +37,13 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
     else:
         found = tuple([Found([]) for _ in groups])
     total = sum([-(-len(group.tokens) // size) for group in groups])
-    hits: set[int] = set().union(*[each.blocks for each in found])
-    sources = {each.source for each in found if each.num_shared} - hits
+    first = found[0]
+    if len(found) == 1:  # then none is named twice, and they may be many
+        hits: Collection[int] = first.blocks
+        sources = {first.source} if first.num_shared else set()
+    else:
+        hits = set().union(*[each.blocks for each in found])
+        sources = {each.source for each in found if each.num_shared} - hits
     return Plan(
         found,
         total - sum([len(each.blocks) for each in found]),
@@ -46,7 +52,7 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
     )
 
 
-def num_cached(pool: BlockPool, blocks: set[int]) -> int:
+def num_cached(pool: BlockPool, blocks: Collection[int]) -> int:
     """How many of them nobody holds."""
     return [*map(pool.state.__getitem__, blocks)].count(CACHED)
 
