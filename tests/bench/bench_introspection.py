@@ -34,6 +34,7 @@ from kvmanager.protocol import (
     FrontendHello,
     HoldersQuery,
     Layout,
+    Pin,
     PlanQuery,
     Progress,
     Query,
@@ -158,6 +159,14 @@ def questions(filled: Filled) -> dict[str, Callable[[], Iterator[Query]]]:
         f"explain {EXPLAINED[-1]} new tokens": lambda: iter([ExplainQuery(1, new)] * 20),
         **{
             f"plan {size} tokens": lambda size=size: iter([PlanQuery(1, texts[size], 16, tenant=TENANT)] * 20)
+            for size in EXPLAINED
+        },
+        **{
+            f"pin {size} tokens": lambda size=size: iter([Pin(1, "p", texts[size], "", 60.0, TENANT)] * 20)
+            for size in EXPLAINED
+        },
+        **{
+            f"evict {size} tokens": lambda size=size: iter([Evict(1, texts[size], tenant=TENANT)] * 20)
             for size in EXPLAINED
         },
         "evict a prefix": lambda: iter([Evict(1, filled_prefix(filled), tenant=TENANT)] * 40),
