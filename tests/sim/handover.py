@@ -2,7 +2,8 @@
 
 A step that was computed and not reported comes on top where it was longer than a token (a prompt's). Checked
 where all that the runner had sent was read, and unless the block that is missed was evicted meanwhile. Beams
-are other sequences afterwards, but all of a search are equally long.
+are other sequences afterwards, but all of a search are equally long; one that was dropped after the frontend
+was told held its blocks no longer, so theirs may have been evicted while the runner lived.
 """
 
 from collections import Counter
@@ -38,6 +39,7 @@ class Handovers:
         self._statistics = statistics
         self._killed: dict[str, dict[tuple[str, int], Left]] = {}  # by lock, then request and choice
         self._handed: dict[tuple[str, int], Left] = {}
+        self._started: dict[str, int] = {}  # the manager's last event when a search was started
 
     def killed(self, runner: Process, sent_all: bool) -> None:
         """`sent_all`: whether nothing of what it had sent was lost with it. Frontends have no sequences."""
@@ -70,13 +72,17 @@ class Handovers:
             for choice in choices if active.runner is client else ():
                 known = left.get((submit.request_id, choice))
                 if known is not None and known.attempt == submit.attempt:
-                    now = {"last_event": core.state.pool.log.last, "boot_id": core.state.boot_id}
-                    self._handed[submit.request_id, choice] = known._replace(**now)
+                    last_event = core.state.pool.log.last if beam is None else self._started[submit.request_id]
+                    self._handed[submit.request_id, choice] = known._replace(
+                        last_event=last_event, boot_id=core.state.boot_id
+                    )
 
     def event(self, core: Core, effects: Effects, salts: dict[str, str]) -> None:
         """Look at the starts among an event's effects."""
         for _, message in effects.messages:
             for start in message.starts if isinstance(message, Directives) else ():
+                if start.sampling.beam is not None and core.state.pool is not None:
+                    self._started[start.request_id] = core.state.pool.log.last
                 for sequence in start.sequences:
                     left = self._handed.pop((start.request_id, sequence.choice), None)
                     if left is not None and left.boot_id == core.state.boot_id and may_read(core, start):
