@@ -72,7 +72,9 @@ class Handovers:
             for choice in choices if active.runner is client else ():
                 known = left.get((submit.request_id, choice))
                 if known is not None and known.attempt == submit.attempt:
-                    last_event = core.state.pool.log.last if beam is None else self._started[submit.request_id]
+                    last_event = (
+                        core.state.pool.log.last if beam is None else self._started[submit.request_id]
+                    )
                     self._handed[submit.request_id, choice] = known._replace(
                         last_event=last_event, boot_id=core.state.boot_id
                     )
