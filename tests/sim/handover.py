@@ -101,7 +101,9 @@ class Handovers:
             again = left.computed - cached
             self._statistics["searches handed on"] += bool(left.told)
         self._statistics["handed on"] += 1
-        if again > BLOCK_SIZE - 1 + left.unreported:
+        # a beam that has filled its block may wait for others, which sat out, until its frontend is told
+        most = BLOCK_SIZE if left.told is not None else BLOCK_SIZE - 1
+        if again > most + left.unreported:
             missed = first_missed(core, tokens, cached // BLOCK_SIZE, salt)
             pool = core.state.pool
             assert pool is not None
