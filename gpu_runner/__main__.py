@@ -2,19 +2,17 @@
 
 import logging
 import os
-import signal
 import sys
-from collections.abc import Sequence
 
 from gpu_runner.config import RunnerConfig
 from gpu_runner.engine import Engine
 from gpu_runner.server import Server
+from kvmanager.client import ignore_stops, on_stop, run_process
 from kvmanager.errors import PagekeeperError
 from kvmanager.settings import load
 
 log = logging.getLogger("gpu_runner")
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CONFIGURATION_ERROR = 2  # exit status: starting again cannot help
 TRANSIENT = ("manager_absent", "internal")  # codes of errors that starting again may mend
 
@@ -36,19 +34,16 @@ def serve(config: RunnerConfig, engine: Engine) -> None:
     described = " ".join(f"{name}={value}" for name, value in engine.describe().items())
     log.info("loaded model=%s %s", config.model, described)
     server = Server(config, engine)
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: server.drain())
-    server.run()
+    on_stop(server.drain)
+    server.run(at_end=ignore_stops)
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     """Returns the exit status: 0 after a drain; else one line on stderr says why there is nothing to serve,
     and the status whether starting again may help (1) or not (2: the model, the pool or a setting cannot
     work).
     """
-    config = load(RunnerConfig, "pagekeeper runner", argv, os.environ)
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: sys.exit(0))
+    config = load(RunnerConfig, "pagekeeper runner", sys.argv[1:], os.environ)
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s {config.full_name} %(message)s",
@@ -70,4 +65,4 @@ def _failed(error: Exception, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_process(main))

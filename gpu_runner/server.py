@@ -7,6 +7,7 @@ that the manager keeps hearing from it.
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -79,13 +80,16 @@ class Server:
         except BlockingIOError:
             return  # it is awake already
 
-    def run(self) -> None:
-        """Serve. Raises PagekeeperError if the manager refuses this runner or stays away."""
+    def run(self, at_end: Callable[[], None] = lambda: None) -> None:
+        """Serve, and call `at_end` before closing, from when on there is nothing to drain. Raises
+        PagekeeperError if the manager refuses this runner or stays away.
+        """
         try:
             self._begin_session(first=True)
             while not self._drained():
                 self._step()
         finally:
+            at_end()
             self._close()
 
     # --- sessions -------------------------------------------------------------------------------------------

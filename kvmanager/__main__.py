@@ -10,6 +10,7 @@ from kvmanager.config import ManagerConfig
 from kvmanager.errors import PagekeeperError
 from kvmanager.server import Server
 from kvmanager.settings import load
+from kvmanager.stop_signals import on_stop, run_process
 
 COLLECT_AFTER: Final = (
     50_000  # allocations; the core leaves next to no cycles, and a collection takes its time
@@ -28,6 +29,7 @@ def main() -> int:
     except (PagekeeperError, OSError) as error:
         print(f"kvmanager: {error}", file=sys.stderr)
         return 1
+    on_stop(server.stop)
     try:
         gc.freeze()  # what is there now stays: the collector need not look at it again
         gc.set_threshold(COLLECT_AFTER)
@@ -42,4 +44,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process(main))

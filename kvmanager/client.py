@@ -42,6 +42,7 @@ from kvmanager.protocol import (
     decode_to_runner,
     encode,
 )
+from kvmanager.stop_signals import ignore_stops, on_stop, run_process
 
 __all__ = [
     "AsyncManagerClient",
@@ -49,10 +50,13 @@ __all__ = [
     "ManagerClient",
     "check_socket",
     "default_pool_directory",
+    "ignore_stops",
     "leftovers",
     "manager_endpoint",
     "named",
+    "on_stop",
     "prepare",
+    "run_process",
     "socket_endpoint",
 ]
 

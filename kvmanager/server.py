@@ -6,11 +6,9 @@ effects are carried out before the next one: records, messages, copies.
 """
 
 import logging
-import signal
 import time
 import uuid
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import msgspec
@@ -104,11 +102,7 @@ class Server:
         self._publisher = self._open_publisher()
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT (or `stop`). Raises PagekeeperError if another may have its place,
-        or nobody can reach it.
-        """
-        signal.signal(signal.SIGTERM, self.stop)
-        signal.signal(signal.SIGINT, self.stop)
+        """Serve until `stop`. Raises PagekeeperError if another may have its place, or nobody reaches it."""
         log.info("event=start endpoint=%s boot_id=%s", self._endpoint, self._boot_id)
         next_look = time.monotonic()
         while not self._stopping:
@@ -128,8 +122,8 @@ class Server:
                 self._publisher.turn(ready)
         log.info("event=stop")
 
-    def stop(self, signum: int = 0, frame: FrameType | None = None) -> None:
-        """Make `run` return within a tick."""
+    def stop(self) -> None:
+        """Make `run` return within a tick. From any thread or signal."""
         self._stopping = True
 
     def close(self) -> None:

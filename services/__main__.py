@@ -3,13 +3,12 @@
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 
 import uvicorn
 
-from kvmanager.client import prepare, socket_endpoint
+from kvmanager.client import on_stop, prepare, run_process, socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.settings import SettingError, load
 from services.app import load_model, make_app
@@ -67,10 +66,7 @@ def main() -> int:
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         )
     )
-    # uvicorn raises the signals that it caught again when it is done; they must not end the process
-    # before it exits.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+    on_stop(lambda: setattr(server, "should_exit", True))  # until uvicorn's own, and again when it is done
     gc.collect()
     gc.freeze()  # what is here stays; looking through it again would hold up every stream
     with listener:
@@ -102,4 +98,4 @@ def listen(config: FrontendConfig) -> socket.socket:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process(main))

@@ -57,6 +57,7 @@ SHELL = {
     "pin_file",
     "disk_tier",
     "paths",
+    "stop_signals",
     "settings",
     "config",
     "__main__",

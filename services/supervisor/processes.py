@@ -73,8 +73,10 @@ class Supervisor:
     async def run(self) -> int:
         """Until all children are gone; returns the exit status. SIGTERM, SIGINT and SIGHUP stop it."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, self.stop)
+        former = {
+            number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(self.stop))
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
         try:
             self._act(self._supervision.begin(time.monotonic()))
             while self._status is None:
@@ -86,8 +88,8 @@ class Supervisor:
         finally:
             for name in list(self._pids):
                 self._signal(name, signal.SIGKILL)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                loop.remove_signal_handler(number)
+            for number, handler in former.items():
+                signal.signal(number, handler)
         return self._status
 
     def stop(self, status: int = 0) -> None:

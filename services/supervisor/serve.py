@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvmanager.client import leftovers, named
+from kvmanager.client import ignore_stops, leftovers, named
 from kvmanager.errors import PagekeeperError
 from services.supervisor.lock_files import held
 from services.supervisor.processes import Command, Supervisor, say
@@ -150,6 +150,7 @@ async def _serve(config: ServeConfig, model: str, port: int) -> int:
         Policy(healthy_after=config.healthy_seconds),
         stuck_seconds=config.kill_stuck_seconds,
     )
+    ignore_stops()  # as it will be again when the supervisor is done
     watching = asyncio.create_task(watch(config, port, supervisor))
     try:
         return await supervisor.run()
