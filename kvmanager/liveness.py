@@ -11,6 +11,7 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvmanager.errors import PagekeeperError
@@ -129,3 +130,42 @@ def held_locks(locks: Path, *, but: str, tidy: bool = False) -> tuple[str, ...]:
             lock.discard(path)
         lock.close()
     return tuple(names)
+
+
+class WatchedLocks:
+    """Those of all processes that use a pool directory, by name."""
+
+    def __init__(self, folder: Path, *, but: str) -> None:
+        """All in `folder` that another process holds; the others are removed. `but` is our own."""
+        self._folder = folder
+        self._locks = {name: WatchedLock(folder / name) for name in held_locks(folder, but=but, tidy=True)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._locks)
+
+    def all_held(self) -> bool:
+        """Whether everybody lives."""
+        return all(lock.held() for lock in self._locks.values())
+
+    def put(self, name: str, lock: WatchedLock) -> str | None:
+        """Watch one more, or another of that name. If the former one's holder lives, but its file was removed
+        and another process took the name, it may still write its blocks, which wait for its death: it is
+        watched under another name, which is returned.
+        """
+        old, former = self._locks.get(name), None
+        if old is not None and old.inode != lock.inode and old.held():
+            former = f"{name}/{old.inode}"  # no lock file has such a name
+            self._locks[former] = old
+        elif old is not None:
+            old.close()
+        self._locks[name] = lock
+        return former
+
+    def take_dead(self) -> list[str]:
+        """Names of those whose process has died; they are watched no more, and their files removed."""
+        dead = [name for name, lock in self._locks.items() if not lock.held()]
+        for name in dead:
+            lock = self._locks.pop(name)
+            lock.discard(self._folder / name)
+            lock.close()
+        return dead

@@ -1,8 +1,8 @@
 """The daemon: a ROUTER socket, the clock, the locks and the pool's files around the core.
 
 One loop, in one thread (the disk tier copies in another). Each turn takes what has come (at most `MAX_BATCH`
-messages, and copies that have ended), then asks which processes still live. For every event the core's
-effects are carried out before the next one: records, messages, copies.
+messages, and copies that have ended), and every `TICK` asks which processes still live. For every event the
+core's effects are carried out before the next one: records, messages, copies.
 """
 
 import logging
@@ -20,7 +20,7 @@ from kvmanager.config import ManagerConfig
 from kvmanager.core import Core
 from kvmanager.errors import PagekeeperError
 from kvmanager.event_publisher import EventPublisher
-from kvmanager.liveness import HeldLock, WatchedLock, held_locks
+from kvmanager.liveness import HeldLock, WatchedLock, WatchedLocks
 from kvmanager.paths import (
     check_socket,
     events_endpoint,
@@ -46,8 +46,9 @@ from kvmanager.state import Effects, Policy
 from kvmanager.tier.disk_tier import DiskTier
 from kvmanager.tier.tiers import Tier
 
-TICK: Final = 0.05  # seconds; also how soon a death is noticed
-MAX_BATCH: Final = 256  # messages between two looks at the clock and the locks
+TICK: Final = 0.05  # seconds between two looks at who lives, however many messages wait
+LAST_WORDS: Final = 0.025  # seconds in which the last messages of the dead are read
+MAX_BATCH: Final = 256  # messages between two looks at the copies and the followers of events
 HIGH_WATER_MARK: Final = 10_000  # messages per client, each direction
 LOCK_NAME: Final = "manager"
 
@@ -91,7 +92,7 @@ class Server:
         self._records: RecordFile | None = None
         self._peers: dict[int, Peer] = {}
         self._by_frame: dict[bytes, Peer] = {}
-        self._locks: dict[str, WatchedLock] = {}
+        self._locks = WatchedLocks(self._root / "locks", but=LOCK_NAME)
         self._disk: DiskTier | None = None
         self._poller = zmq.Poller()
         self._stopping = False
@@ -107,9 +108,10 @@ class Server:
         next_look = time.monotonic()
         while not self._stopping:
             busy = self._publisher is not None and self._publisher.busy
-            ready = {socket for socket, _ in self._poller.poll(0 if busy else int(TICK * 1000))}
+            wait = 0.0 if busy else max(next_look - time.monotonic(), 0.0)
+            ready = {socket for socket, _ in self._poller.poll(int(wait * 1000) + (not busy))}
             if ready:
-                self._receive()
+                self._receive(next_look)
                 self._end_copies()
             if (now := time.monotonic()) >= next_look:
                 next_look = now + TICK
@@ -177,8 +179,6 @@ class Server:
     def _open_pool(self) -> None:
         """Take over the pool that an earlier start has left, if it is usable."""
         directory, pool_bytes = self._config.pool_directory, self._config.pool_bytes
-        for lock in held_locks(self._root / "locks", but=LOCK_NAME, tidy=True):
-            self._locks[lock] = WatchedLock(lock_path(directory, lock))
         reason = (
             "reset_pool" if self._config.reset_pool else pool_directory.why_unusable(directory, pool_bytes)
         )
@@ -250,13 +250,16 @@ class Server:
 
     # --- messages -------------------------------------------------------------
 
-    def _receive(self) -> None:
+    def _receive(self, until: float) -> None:
+        """What has come; at least one message, and none that would begin after `until`."""
         for _ in range(MAX_BATCH):
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
             self._take(frames)
+            if time.monotonic() >= until:
+                return
 
     def _take(self, frames: list[bytes]) -> None:
         """One message: a Hello, one under a session that holds, or one that is fenced or dropped."""
@@ -316,8 +319,9 @@ class Server:
         if refused is not None:
             watched.close()
             return refused
-        self._displace(hello.lock, watched)
-        self._replace_lock(hello.lock, watched)
+        if (former := self._locks.put(hello.lock, watched)) is not None:
+            log.warning("event=displaced lock=%r as=%r", hello.lock, former)
+            self._carry_out(self._core.displaced(time.monotonic(), hello.lock, former))
         answer, effects = self._core.hello(time.monotonic(), hello)
         self._carry_out(effects)
         return answer
@@ -360,33 +364,12 @@ class Server:
     # --- who lives ------------------------------------------------------------
 
     def _watch(self, now: float) -> None:
-        if all(lock.held() for lock in self._locks.values()):
+        if self._locks.all_held():
             return
-        self._receive()  # the last that they have said
-        for name, lock in [(name, lock) for name, lock in self._locks.items() if not lock.held()]:
-            lock.discard(self._root / "locks" / name)
-            self._replace_lock(name, None)
+        self._receive(now + LAST_WORDS)  # of those that have died
+        for name in self._locks.take_dead():
             log.info("event=died lock=%r", name)
             self._carry_out(self._core.process_died(now, name))
-
-    def _displace(self, name: str, successor: WatchedLock) -> None:
-        """If the lock's holder lives, but its file was removed and another process took the name: it may
-        still write its blocks, so they wait for its death.
-        """
-        old = self._locks.get(name)
-        if old is None or old.inode == successor.inode or not old.held():
-            return
-        former = f"{name}/{old.inode}"  # no lock file has such a name
-        self._locks[former] = self._locks.pop(name)
-        log.warning("event=displaced lock=%r as=%r", name, former)
-        self._carry_out(self._core.displaced(time.monotonic(), name, former))
-
-    def _replace_lock(self, name: str, watched: WatchedLock | None) -> None:
-        old = self._locks.pop(name, None)
-        if old is not None:
-            old.close()
-        if watched is not None:
-            self._locks[name] = watched
 
     def _forget(self, client_id: int) -> None:
         peer = self._peers.pop(client_id, None)
