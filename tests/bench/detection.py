@@ -52,8 +52,10 @@ with ManagerClient("", hello, sys.argv[1]) as client:
 
 
 @contextmanager
-def child(*argv: str, **pipe: int) -> "Iterator[subprocess.Popen[str]]":
-    with subprocess.Popen([sys.executable, *argv], text=True, **pipe) as process:  # type: ignore[call-overload]
+def child(
+    *argv: str, stdout: int | None = None, stderr: int | None = None
+) -> "Iterator[subprocess.Popen[str]]":
+    with subprocess.Popen([sys.executable, *argv], text=True, stdout=stdout, stderr=stderr) as process:
         try:
             yield process
         finally:
