@@ -215,7 +215,7 @@ class ManagerClient(_Client):
     def _await_answer(self, until: float) -> Welcome | Refused | None:
         while (left := until - time.monotonic()) > 0:
             if self.socket.poll(int(left * 1000) + 1):
-                message = self._session.received(self.socket.recv_multipart())
+                message = self._session.received(self.socket.recv_multipart(zmq.DONTWAIT))
                 if isinstance(message, Welcome | Refused):
                     return message
         return None
@@ -299,7 +299,7 @@ class AsyncManagerClient(_Client):
     async def _await_answer(self, until: float) -> Welcome | Refused | None:
         while (left := until - time.monotonic()) > 0:
             if await self.socket.poll(int(left * 1000) + 1):
-                message = self._session.received(await self.socket.recv_multipart())
+                message = self._session.received(await self.socket.recv_multipart(zmq.DONTWAIT))
                 if isinstance(message, Welcome | Refused):
                     return message
         return None
@@ -320,7 +320,7 @@ class AsyncManagerClient(_Client):
         messages: list[Any] = []
         ready = await self.socket.poll(int(PROBE_INTERVAL * 1000))
         while ready and len(messages) < MAX_BATCH:
-            message = self._session.received(await self.socket.recv_multipart())
+            message = self._session.received(await self.socket.recv_multipart(zmq.DONTWAIT))
             if message is not None:
                 messages.append(message)
             ready = await self.socket.poll(0)

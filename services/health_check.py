@@ -42,7 +42,7 @@ def kvmanager(environ: Mapping[str, str]) -> str:
         dealer.send_multipart([unknown, b""])
         if not dealer.poll(int(TIMEOUT * 1000)):
             return f"no answer at {endpoint} within {TIMEOUT:g} s"
-        answer = decode_to_frontend(dealer.recv_multipart()[-1])
+        answer = decode_to_frontend(dealer.recv_multipart(zmq.DONTWAIT)[-1])
     return "" if isinstance(answer, Fenced) else f"an answer of another kind: {type(answer).__name__}"
 
 
