@@ -1,14 +1,14 @@
 """Journals as files in the pool directory: `streams/<id>`, and `streams/<id>.lock` while somebody owns it.
 
-A file is frames, each a length and a CRC-32 before its MessagePack: the spec, then batches. It is only
-appended to, so other frontends read it while it grows; a frame that is not whole is not there yet, or never
-will be. Once it holds twice what is kept it is written anew beside itself and renamed. The owner holds the
-lock, touches the file every second, and learns from the lock file's time whether readers elsewhere were
-there.
+A file is only appended to, so other frontends read it while it grows. Once it holds twice what is kept it is
+written anew beside itself and renamed. The owner holds the lock, touches the file every second, and learns
+from the lock file's time whether readers elsewhere were there.
 
 Whoever takes a journal over goes on in a new file in the old one's place. So an owner that stood still for
 so long that its lock was taken away writes to a file that nobody reads, and sees that after each write,
-before it sends anything.
+before it sends anything. Owner and heir replace or remove a file only with the kernel's lock on the file
+itself (`_keeps_its_place`): an owner that is stopped before it has that lock finds its file replaced, and
+while one is stopped with it, nobody can take the journal over.
 """
 
 import asyncio
@@ -17,15 +17,13 @@ import fcntl
 import logging
 import os
 import re
-import struct
 import time
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from services.streams.file_frames import decode_batch, frame, frames, load
 from services.streams.journal import (
     Batch,
     Journal,
@@ -36,7 +34,7 @@ from services.streams.journal import (
     full,
     unavailable,
 )
-from services.supervisor.lock_files import FileLock
+from services.supervisor.lock_files import FileLock, is_at
 
 POLL: Final = 0.02  # seconds between two looks at a file that others write
 STILL: Final = 10.0  # seconds without a sign of the owner after which its lock is taken away
@@ -45,46 +43,7 @@ SWEPT: Final = 256  # files looked at by one sweep
 
 log = logging.getLogger("pagekeeper.streams")
 
-_FRAME: Final = struct.Struct("<II")  # bytes, CRC-32
 _NAME: Final = re.compile(r"[a-z]+-[0-9a-f]+")
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode_spec = msgspec.msgpack.Decoder(StreamSpec).decode
-_decode_batch = msgspec.msgpack.Decoder(Batch).decode
-
-
-def _frame(value: StreamSpec | Batch) -> bytes:
-    data = _encode(value)
-    return _FRAME.pack(len(data), zlib.crc32(data)) + data
-
-
-def _frames(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(end, content) of every whole frame, up to the first that is not."""
-    at = 0
-    while at + _FRAME.size <= len(data):
-        length, checksum = _FRAME.unpack_from(data, at)
-        content = data[at + _FRAME.size : at + _FRAME.size + length]
-        if not content or len(content) < length or zlib.crc32(content) != checksum:
-            return
-        at += _FRAME.size + length
-        yield at, content
-
-
-def _load(data: bytes, max_bytes: int) -> tuple[StreamState, int]:
-    """The state, and how many bytes of `data` it stands for. Raises JournalError without a readable spec."""
-    state, size = None, 0
-    try:
-        for end, content in _frames(data):
-            if state is None:
-                state = StreamState(_decode_spec(content), max_bytes)
-            else:
-                state.apply(_decode_batch(content))
-            size = end
-    except msgspec.DecodeError as error:
-        raise JournalError(f"the journal cannot be read: {error}") from None
-    if state is None:
-        raise JournalError("the journal has no readable beginning")
-    return state, size
 
 
 class FileJournal:
@@ -101,7 +60,7 @@ class FileJournal:
         self._ttl = ttl
 
     async def append(self, batch: Batch) -> None:
-        self._write(_frame(batch))
+        self._write(frame(batch))
         self._check_place()
         self.state.apply(batch)
         if self._size - self._compacted > 2 * self.state.ring.max_bytes:
@@ -120,7 +79,9 @@ class FileJournal:
         self._lock.release()
 
     async def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
+        """If another owns it, or this one has been closed, it stays."""
+        if self._fd >= 0 and _keeps_its_place(self._fd, self._path):
+            self._path.unlink(missing_ok=True)
         await self.close()
 
     def _write(self, data: bytes) -> None:
@@ -144,16 +105,19 @@ class FileJournal:
     def _compact(self) -> None:
         """If that fails, the file grows on."""
         try:
-            os.close(self._rewrite())
+            if _keeps_its_place(self._fd, self._path):
+                os.close(self._rewrite())
+                return
         except OSError:
-            self._compacted = self._size
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._compacted = self._size
 
     def _rewrite(self) -> int:
         """Write what is kept to a new file, and put it in the old one's place, which is returned, still open.
         Raises OSError; nothing has changed then.
         """
         fresh = self._path.with_suffix(".new")
-        data = _frame(self.state.spec) + _frame(self.state.snapshot())
+        data = frame(self.state.spec) + frame(self.state.snapshot())
         fresh.unlink(missing_ok=True)  # perhaps of an owner that stands still: not to be shared with it
         fd = -1
         try:
@@ -174,9 +138,9 @@ class FileJournal:
         size = self._size
         old = self._rewrite()
         try:
-            for _, content in _frames(os.pread(old, os.fstat(old).st_size - size, size)):
-                batch = _decode_batch(content)
-                self._write(_frame(batch))
+            for _, content in frames(os.pread(old, os.fstat(old).st_size - size, size)):
+                batch = decode_batch(content)
+                self._write(frame(batch))
                 self.state.apply(batch)
         finally:
             os.close(old)
@@ -213,7 +177,7 @@ class FileFollower:
     def _open(self) -> None:
         fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.state, self._size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
+            self.state, self._size = load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
         except (OSError, JournalError):
             os.close(fd)
             raise
@@ -234,7 +198,7 @@ class FileFollower:
             if os.stat(self._path).st_ino != os.fstat(self._fd).st_ino:  # then what was read does not count
                 self._open()
                 return True
-            ends = [self._apply(end, content) for end, content in _frames(data)]
+            ends = [self._apply(end, content) for end, content in frames(data)]
         except FileNotFoundError:
             raise JournalLost("the journal was removed") from None
         except (OSError, msgspec.DecodeError) as error:
@@ -243,7 +207,7 @@ class FileFollower:
         return bool(ends)
 
     def _apply(self, end: int, content: bytes) -> int:
-        self.state.apply(_decode_batch(content))
+        self.state.apply(decode_batch(content))
         return end
 
     def _check(self) -> None:
@@ -266,13 +230,21 @@ class FileFollower:
         self._fd = -1
 
 
+def _keeps_its_place(fd: int, path: Path) -> bool:
+    """Whether the open file has that name, and nobody else replaces or removes it before it is closed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return is_at(fd, path)
+
+
 def _claim(path: Path) -> tuple[int, FileLock] | None:
     """A journal and its lock, unless its owner lives and gets on. Of two that come at once, one gets it."""
     fd, lock = -1, None
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
-        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+        if _keeps_its_place(fd, path):
             lock = FileLock.take(_lock_of(path))
             if lock is None and time.time() - os.fstat(fd).st_mtime > STILL:
                 _lock_of(path).unlink(missing_ok=True)
@@ -306,7 +278,7 @@ class FileJournals:
             self._make_room()
             lock = FileLock.take(_lock_of(path))
             assert lock is not None, f"{spec.id} is created twice"
-            fd = _new_file(path, data := _frame(spec))
+            fd = _new_file(path, data := frame(spec))
         except OSError as error:
             path.unlink(missing_ok=True)
             if lock is not None:
@@ -346,7 +318,7 @@ class FileJournals:
             return None
         fd, lock, journal = *found, None
         try:
-            state, size = _load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
+            state, size = load(os.pread(fd, os.fstat(fd).st_size, 0), self._max_bytes)
             journal = FileJournal(path, lock, fd, state, size, self._ttl)
             if not state.ended:
                 journal.take_away()

@@ -21,6 +21,14 @@ def held(lock: Path) -> bool:
     return kind != fcntl.F_UNLCK
 
 
+def is_at(fd: int, path: Path) -> bool:
+    """Whether the open file still has that name."""
+    try:
+        return os.stat(path).st_ino == os.fstat(fd).st_ino
+    except FileNotFoundError:
+        return False
+
+
 class FileLock:
     """A lock file that this process holds until it is released, or dies.
 
@@ -53,10 +61,7 @@ class FileLock:
     @property
     def stands(self) -> bool:
         """Whether the file still has its name; else it was removed, and another may have taken it."""
-        try:
-            return os.stat(self._path).st_ino == os.fstat(self._fd).st_ino
-        except FileNotFoundError:
-            return False
+        return is_at(self._fd, self._path)
 
     @property
     def touched(self) -> float:

@@ -2,17 +2,18 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvmanager.errors import PagekeeperError
 from services.streams.file_journal import STILL, STUCK, FileFollower, FileJournal, FileJournals
-from services.streams.journal import JournalError, JournalLost
+from services.streams.journal import Journal, JournalError, JournalLost
 from services.supervisor.lock_files import FileLock
 from tests.services.test_journals import ID, batch, spec
 
@@ -171,15 +172,19 @@ def make_silent(folder: str, seconds: float) -> None:
     os.utime(Path(folder) / "streams" / ID, (0, time.time() - seconds))
 
 
+async def one_that_stands_still(folder: str) -> Journal:
+    """It owns a journal with one event, and has given no sign for so long that it may be taken away."""
+    owner = await FileJournals(folder, 3, 1000, 600.0).create(spec())
+    await owner.append(batch(1, b"a"))
+    make_silent(folder, STILL + 1)
+    return owner
+
+
 def test_what_an_owner_that_stood_still_writes_reaches_nobody(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        here, there = (FileJournals(folder, 3, 1000, 600.0) for _ in range(2))
-        owner = await here.create(spec())
-        await owner.append(batch(1, b"a"))
-        assert await there.take_over(ID) is None
-        make_silent(folder, STILL + 1)
+        owner, there = await one_that_stands_still(folder), FileJournals(folder, 3, 1000, 600.0)
         replace = os.replace
 
         def just_before(*paths: Path) -> None:
@@ -197,10 +202,77 @@ def test_what_an_owner_that_stood_still_writes_reaches_nobody(
         await heir.append(batch(3, b"c"))
         await owner.close()
         assert await heir.renew()
-        follower = await here.follow(ID)
+        follower = await there.follow(ID)
         assert follower is not None
         assert follower.state.ring.since(0) == [b"a", b"b", b"c"]
         await follower.close()
+        await heir.remove()
+        assert files(folder) == []
+
+    asyncio.run(test())
+
+
+LONG = b"x" * 4000  # after so much the file is written anew
+
+
+@pytest.mark.parametrize(
+    "act", [lambda owner: owner.append(batch(2, LONG)), lambda owner: owner.remove()], ids=["write", "remove"]
+)
+def test_an_owner_that_is_stopped_before_it_replaces_its_file_leaves_that_of_the_heir(
+    folder: str, monkeypatch: pytest.MonkeyPatch, act: Callable[[Journal], Awaitable[None]]
+) -> None:
+    async def test() -> None:
+        owner, there = await one_that_stands_still(folder), FileJournals(folder, 3, 1000, 600.0)
+        flock, heirs = fcntl.flock, []
+
+        def just_before(fd: int, operation: int) -> None:
+            """It has seen that the journal is its own, and goes on when it was taken away."""
+            monkeypatch.setattr(fcntl, "flock", flock)
+            make_silent(folder, STILL + 1)  # since what it has written just now
+            with pytest.raises(StopIteration) as taken:
+                there.take_over(ID).send(None)
+            heirs.append(taken.value.value)
+            flock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", just_before)
+        await act(owner)
+        (heir,) = heirs
+        await heir.append(batch(heir.state.ring.next, b"heir"))
+        follower = await there.follow(ID)
+        assert follower is not None
+        assert follower.state.ring.since(follower.state.ring.next - 2) == [b"heir"]
+        await follower.close()
+        await owner.close()
+        await heir.remove()
+        assert files(folder) == []
+
+    asyncio.run(test())
+
+
+def test_while_an_owner_replaces_its_file_nobody_takes_the_journal_away(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        owner, there = await one_that_stands_still(folder), FileJournals(folder, 3, 1000, 600.0)
+        replace, heirs = os.replace, []
+
+        def just_before(*paths: Path) -> None:
+            make_silent(folder, STILL + 1)
+            with pytest.raises(StopIteration) as taken:
+                there.take_over(ID).send(None)
+            heirs.append(taken.value.value)
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", just_before)
+        await owner.append(batch(2, LONG))
+        monkeypatch.setattr(os, "replace", replace)
+        assert heirs == [None]
+        await owner.append(batch(3, b"c"))
+        make_silent(folder, STILL + 1)
+        heir = await there.take_over(ID)
+        assert heir is not None
+        assert heir.state.ring.since(2) == [b"c"]
+        await owner.close()
         await heir.remove()
         assert files(folder) == []
 
@@ -231,10 +303,8 @@ def test_of_two_that_take_a_journal_away_at_once_one_has_it(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        here, there, elsewhere = (FileJournals(folder, 3, 1000, 600.0) for _ in range(3))
-        owner = await here.create(spec())
-        await owner.append(batch(1, b"a"))
-        make_silent(folder, STILL + 1)
+        owner = await one_that_stands_still(folder)
+        there, elsewhere = (FileJournals(folder, 3, 1000, 600.0) for _ in range(2))
         take, others = FileLock.take, []
 
         def at_once(path: Path) -> FileLock | None:
@@ -261,12 +331,9 @@ def test_of_two_that_take_a_journal_away_at_once_one_has_it(
 
 def test_what_a_replaced_journal_gets_is_not_read(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        journals = FileJournals(folder, 3, 1000, 600.0)
-        owner = await journals.create(spec())
-        await owner.append(batch(1, b"a"))
+        owner, journals = await one_that_stands_still(folder), FileJournals(folder, 3, 1000, 600.0)
         follower = await journals.follow(ID)
         assert follower is not None
-        make_silent(folder, STILL + 1)
         heirs, pread = [], os.pread
 
         def just_before(fd: int, length: int, at: int) -> bytes:
