@@ -22,17 +22,23 @@ from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT
 PATIENCE = 2000  # turns, of a few milliseconds at most
 
 
-class Tagged(msgspec.Struct, array_like=True, tag=True):
-    """As the consumers declare it; fields that they do not know are ignored."""
+class Stored(msgspec.Struct):
+    """What all consumers know of it."""
 
-
-class BlockStored(Tagged):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
+
+
+class Tagged(msgspec.Struct, array_like=True, tag=True):
+    """As the consumers declare it; fields that they do not know are ignored."""
+
+
+class BlockStored(Stored, array_like=True, tag=True):
+    pass
 
 
 class BlockRemoved(Tagged):
@@ -53,13 +59,7 @@ class Mapped(msgspec.Struct, tag=True):
     """The same since 0.24; a field without a default must be there."""
 
 
-class MappedStored(Mapped, tag="BlockStored"):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
+class MappedStored(Stored, tag="BlockStored"):
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
     group_idx: int | None = None

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from kvmanager.errors import PagekeeperError
-from services.streams.journal import JournalError, JournalLost
+from services.streams.journal import Follower, Journal, JournalError, JournalLost
 from services.streams.redis_journal import INDEX, RedisJournals, key
 from tests.services.redis_server import RedisServer
 from tests.services.test_journals import ID, batch, spec
@@ -19,6 +19,15 @@ from tests.services.test_journals import ID, batch, spec
 def redis() -> Iterator[RedisServer]:
     with RedisServer() as server:
         yield server
+
+
+async def followed(journals: RedisJournals) -> tuple[Journal, Follower]:
+    """A journal with one event, and one that follows it."""
+    journal = await journals.create(spec())
+    await journal.append(batch(1, b"a"))
+    follower = await journals.follow(ID)
+    assert follower is not None
+    return journal, follower
 
 
 def test_an_owner_that_was_away_for_too_long_writes_nothing(redis: RedisServer) -> None:
@@ -57,10 +66,7 @@ def test_every_key_expires(redis: RedisServer) -> None:
 
     async def test() -> None:
         journals = RedisJournals(redis.url, 3, 1000, 60.0)
-        journal = await journals.create(spec())
-        await journal.append(batch(1, b"a"))
-        follower = await journals.follow(ID)
-        assert follower is not None
+        journal, follower = await followed(journals)
         await follower.attend()
         times = {
             name.decode().rsplit(":", 1)[1]: raw.ttl(name) for name in raw.scan_iter("pagekeeper:stream:*")
@@ -90,10 +96,7 @@ def test_keys_that_something_else_wrote_to_are_said_to_be(redis: RedisServer, re
 
     async def test() -> None:
         journals = RedisJournals(redis.url, 3, 1000, 60.0)
-        journal = await journals.create(spec())
-        await journal.append(batch(1, b"a"))
-        follower = await journals.follow(ID)
-        assert follower is not None
+        _, follower = await followed(journals)
         replace(raw, key(ID, "events"))
         with pytest.raises(JournalError, match="something else has written to its keys"):
             await follower.refresh(1.0)
@@ -123,10 +126,7 @@ def test_a_redis_that_hangs_is_an_error_within_a_bound(redis: RedisServer) -> No
 def test_a_redis_that_goes_away_is_an_error_within_a_bound_and_comes_back() -> None:
     async def test(server: RedisServer) -> None:
         journals = RedisJournals(server.url, 3, 1000, 60.0)
-        journal = await journals.create(spec())
-        await journal.append(batch(1, b"a"))
-        follower = await journals.follow(ID)
-        assert follower is not None
+        journal, follower = await followed(journals)
         server.kill()
         for failing in (journal.append(batch(2, b"b")), journal.renew(), follower.refresh(1.0)):
             with pytest.raises(JournalError):
