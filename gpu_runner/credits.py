@@ -1,7 +1,7 @@
 """Block credits: free blocks granted ahead, so that decoding never waits for an answer of the manager."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvmanager.protocol import BlockRef
 
@@ -15,7 +15,10 @@ class Credits:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def grant(self, blocks: tuple[BlockRef, ...]) -> None:
+    def __iter__(self) -> Iterator[BlockRef]:
+        return iter(self._blocks)
+
+    def grant(self, blocks: Iterable[BlockRef]) -> None:
         self._blocks.extend(blocks)
 
     def take(self) -> BlockRef | None:

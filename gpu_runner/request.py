@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gpu_runner.step import Sequence
-from kvmanager.protocol import SequenceStart, Start, TokenLogprobs
+from kvmanager.protocol import HeldSequence, HeldStart, SequenceStart, Start, TokenLogprobs
 
 EndReason = Literal["finished", "cancelled", "preempted", "dropped"]
 """As in `Ended`."""
@@ -42,6 +42,19 @@ class RunningSequence:
         assert self.copy_from is not None
         return self.copy_from, self.sequence.block_table[self.num_told_blocks]
 
+    def held(self, block_size: int) -> HeldSequence:
+        """As the manager is to take it over; it counts as told with that."""
+        sequence = self.sequence
+        self.num_told_tokens = len(sequence.token_ids)
+        self.num_told_blocks = sequence.num_computed_tokens // block_size
+        return HeldSequence(
+            sequence.choice,
+            tuple(sequence.token_ids[sequence.num_prompt_tokens :]),
+            tuple(sequence.block_table),
+            sequence.num_computed_tokens,
+            sequence.forks,
+        )
+
     def untold_tokens(self, end: int) -> tuple[int, ...]:
         """Output tokens before position `end` that the manager does not know; from now on it does."""
         untold = tuple(self.sequence.token_ids[self.num_told_tokens : end])
@@ -78,6 +91,11 @@ class RunningRequest:
 
     start: Start
     sequences: dict[int, RunningSequence] = field(default_factory=dict)
+
+    def held(self, block_size: int) -> HeldStart:
+        """As the manager is to take it over."""
+        start, sequences = self.start, tuple(each.held(block_size) for each in self.sequences.values())
+        return HeldStart(start.start_id, start.request_id, start.attempt, start.token_endpoint, sequences)
 
 
 def begin(start: Start, given: SequenceStart, block_size: int, max_model_len: int) -> RunningSequence:

@@ -6,6 +6,7 @@ once the executor has computed the plan, `update` (the tokens for the frontends)
 """
 
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ from gpu_runner.stop_conditions import finish
 from kvmanager.protocol import (
     MAX_VOCABULARY,
     Directives,
+    Holdings,
     SearchState,
     Start,
     StepReport,
@@ -142,6 +144,27 @@ class Scheduler:
         if not request.sequences:
             del self._requests[running.start.start_id]
             self._beams.pop(running.start.start_id, None)
+
+    # --- over a restart of the manager ---------------------------------------------------------------------
+
+    def holdings(self) -> Holdings:
+        """All that runs, for a manager that has restarted; what is reported from here on comes on top.
+
+        Until that manager has said what it keeps, `report` is not to be called. Left out are starts that have
+        yet to copy their first tokens, as what they copy may not be there any more.
+        """
+        assert self._plan is None, "holdings while a step was in flight"
+        self._report = ReportBuilder(self._limits.block_size)
+        size, copying = self._limits.block_size, {start_id for start_id, _ in self._uncopied}
+        held = [request.held(size) for key, request in self._requests.items() if key not in copying]
+        return Holdings(tuple(held), tuple(self._credits))
+
+    def keep_only(self, start_ids: Collection[int]) -> None:
+        """Of the holdings, the manager has taken over these starts, and the credits; all else ends here."""
+        assert self._plan is None, "starts end while a step was in flight"
+        for start_id in self._requests.keys() - {*start_ids}:
+            self._end_all(start_id, "cancelled")
+        self._credits.grant(self._report.keep_only(start_ids))
 
     # --- the plan -------------------------------------------------------------------------------------------
 

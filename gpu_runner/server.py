@@ -23,7 +23,9 @@ from kvmanager.protocol import (
     Directives,
     Draining,
     Fenced,
+    Holdings,
     Ready,
+    Refused,
     RunnerHello,
     Welcome,
 )
@@ -31,6 +33,7 @@ from kvmanager.protocol import (
 log = logging.getLogger(__name__)
 
 IDLE_WAIT: Final = 0.2  # seconds
+REASSERT_INTERVAL: Final = 0.25  # seconds after which a manager that has not answered is told again
 HELLO_WAIT: Final = 2.0  # seconds between looks at whether to stop, while the manager does not answer
 LAST_PUSH_WAIT: Final = 2.0  # seconds that frontends get at the end to take what waits for them
 
@@ -64,6 +67,10 @@ class Server:
         self._scheduler = self._new_scheduler()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._fenced = False
+        self._boot_id = ""  # of the manager whose session it was, or is
+        self._held: Holdings | None = None  # what a manager that has restarted is told; None: none is
+        self._absent_at = 0.0  # seconds; when it has to have answered
+        self._reassert_at = 0.0  # when it is told again
         self._ready = False  # it has warmed up
         self._draining = False
         self._drain_until: float | None = None  # once the manager was told
@@ -99,15 +106,51 @@ class Server:
         welcome = self._connect()
         if welcome is None:
             return
-        self._fenced = False
-        self._scheduler = self._new_scheduler()
-        self._drain_until = None
-        self._engine.attach(welcome.pool_directory, welcome.num_blocks)
-        log.info("session began %s", _pairs(session=welcome.session.incarnation, blocks=welcome.num_blocks))
+        self._enter(welcome)
         if first:
             self._warm_up()
         if not self._fenced:
             self._client.send(Ready())
+
+    def _enter(self, welcome: Welcome) -> None:
+        """Begin with nothing under a new session."""
+        self._fenced = False
+        self._boot_id = welcome.session.boot_id
+        self._scheduler = self._new_scheduler()
+        self._drain_until = None
+        self._engine.attach(welcome.pool_directory, welcome.num_blocks)
+        log.info("session began %s", _pairs(session=welcome.session.incarnation, blocks=welcome.num_blocks))
+
+    def _go_on(self, boot_id: str) -> None:
+        """The manager has restarted: tell it what runs here, and go on with the credits in hand."""
+        self._held = self._scheduler.holdings()
+        self._absent_at = time.monotonic() + self._config.connect_seconds
+        log.warning("the manager has restarted %s", _pairs(boot_id=boot_id, running=self._running))
+        self._reassert()
+
+    def _reassert(self) -> None:
+        now = time.monotonic()
+        if now >= self._absent_at:
+            raise self._absent()
+        if self._held is not None and now >= self._reassert_at:
+            self._reassert_at = now + REASSERT_INTERVAL
+            self._client.reassert(self._held)
+
+    def _taken_over(self, welcome: Welcome) -> None:
+        """The manager has read what ran here, and keeps some or all of it."""
+        self._held = None
+        before = self._running
+        if welcome.kept:
+            self._boot_id = welcome.session.boot_id
+            self._scheduler.keep_only(welcome.kept)
+            log.info("session goes on %s", _pairs(session=welcome.session.incarnation, running=self._running))
+        else:
+            self._enter(welcome)
+        if before > self._running:
+            log.warning(
+                "dropped, as the manager does not know it %s", _pairs(sequences=before - self._running)
+            )
+        self._client.send(Ready())
 
     def _connect(self) -> Welcome | None:
         """A new session, or None when this runner is to stop before there is one."""
@@ -152,10 +195,12 @@ class Server:
         if self._fenced:
             self._begin_session()
             return
-        if self._draining and self._drain_until is None:
+        if self._held is not None:
+            self._reassert()
+        elif self._draining and self._drain_until is None:
             self._begin_drain()
         plan = None if self._draining else self._scheduler.schedule()
-        if (report := self._scheduler.report()) is not None:
+        if self._held is None and (report := self._scheduler.report()) is not None:
             self._client.send(report)
         if plan is None:
             self._sender.flush()
@@ -167,10 +212,17 @@ class Server:
     def _receive(self) -> None:
         for message in self._client.receive():
             if isinstance(message, Fenced):
+                if message.boot_id != self._boot_id and self._running and not self._draining:
+                    self._go_on(message.boot_id)
+                    continue
                 log.warning(
                     "fenced by the manager %s", _pairs(boot_id=message.boot_id, dropped=self._running)
                 )
                 self._fenced = True
+            elif isinstance(message, Welcome):
+                self._taken_over(message)
+            elif isinstance(message, Refused):
+                raise PagekeeperError(message.code, message.message)
             elif isinstance(message, Directives):
                 for start in message.starts:
                     self._sender.prepare(start.token_endpoint)

@@ -1,5 +1,7 @@
 """Collects what the manager must be told of a step, in the order in which it applies it."""
 
+from collections.abc import Collection
+
 from gpu_runner.request import EndReason, RunningSequence
 from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, SearchState, StepReport, Taken
 
@@ -49,6 +51,18 @@ class ReportBuilder:
 
     def taken(self, running: RunningSequence, block: BlockRef) -> None:
         self._taken.append(Taken(*running.key, (block,)))
+
+    def keep_only(self, start_ids: Collection[int]) -> list[BlockRef]:
+        """Nothing is to be told of other starts; returns the blocks that those had taken."""
+        taken = [block for each in self._taken if each.start_id not in start_ids for block in each.blocks]
+        taken += [each.block for each in self._copied if each.start_id not in start_ids]
+        self._progress = [each for each in self._progress if each.start_id in start_ids]
+        self._forked = [each for each in self._forked if each.start_id in start_ids]
+        self._ended = [each for each in self._ended if each.start_id in start_ids]
+        self._copied = [each for each in self._copied if each.start_id in start_ids]
+        self._taken = [each for each in self._taken if each.start_id in start_ids]
+        self._sources_read = [key for key in self._sources_read if key[0] in start_ids]
+        return taken
 
     def build(
         self, returned: tuple[BlockRef, ...], credits_wanted: int, num_tail_tokens: int

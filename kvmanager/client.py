@@ -33,9 +33,11 @@ from kvmanager.protocol import (
     Fenced,
     FrontendHello,
     Hello,
+    Holdings,
     ManagerToFrontend,
     ManagerToRunner,
     Refused,
+    RunnerHello,
     Session,
     Welcome,
     decode_to_frontend,
@@ -66,7 +68,6 @@ HIGH_WATER_MARK: Final = 1000  # messages, each direction
 MAX_BATCH: Final = 256  # messages handed out by one receive()
 
 Received = ManagerToFrontend | ManagerToRunner
-"""What `receive` hands out: everything but Welcome and Refused."""
 
 
 class ClientSession:
@@ -80,11 +81,14 @@ class ClientSession:
         self._decode = decode_to_frontend if isinstance(hello, FrontendHello) else decode_to_runner
         self._hello_body = encode(hello)
 
-    def hello_frames(self, now: float) -> list[bytes]:
-        """Start over: what was known of an earlier session is forgotten."""
+    def hello_frames(self, now: float, holdings: Holdings | None = None) -> list[bytes]:
+        """Start over: what was known of an earlier session is forgotten. A runner may have holdings."""
         self._end()
         self._last_sent = now
-        return [b"", self._hello_body]
+        if holdings is None:
+            return [b"", self._hello_body]
+        assert isinstance(self.hello, RunnerHello)
+        return [b"", encode(msgspec.structs.replace(self.hello, holdings=holdings))]
 
     def frames(self, now: float, message: Any) -> list[bytes]:
         """`message` under the current session. Raises PagekeeperError ("manager_absent") if there is none."""
@@ -235,8 +239,14 @@ class ManagerClient(_Client):
         """Queue `message`, never wait. Raises PagekeeperError ("manager_absent") without session or room."""
         self._send(self._session.frames(time.monotonic(), message))
 
-    def receive(self) -> list[Directives | Fenced]:
-        """What has come, without waiting. After a `Fenced` nothing comes until `connect` is called again.
+    def reassert(self, holdings: Holdings) -> None:
+        """Say Hello and do not wait: the Welcome, or a Refused, is among what `receive` hands out later. To
+        be called again while none has come, as either may have been lost.
+        """
+        self._send(self._session.hello_frames(time.monotonic(), holdings))
+
+    def receive(self) -> list[Directives | Fenced | Welcome | Refused]:
+        """What has come, without waiting. After a `Fenced` nothing comes until `connect` or `reassert`.
 
         Call it at least a few times per second: it also sends the probe that shows that this process lives.
         """

@@ -17,6 +17,7 @@ from kvmanager.asking.event_log import EventLog
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
     Cancel,
+    Claimed,
     Clear,
     Draining,
     Evict,
@@ -30,6 +31,7 @@ from kvmanager.protocol import (
     Question,
     Ready,
     Refused,
+    Session,
     StatsQuery,
     StepReport,
     Submit,
@@ -38,9 +40,10 @@ from kvmanager.protocol import (
     Unpin,
     Welcome,
 )
-from kvmanager.scheduling import admission, pressure, reports, sessions, submissions
+from kvmanager.scheduling import admission, pressure, reports, sessions, submissions, takeover
 from kvmanager.scheduling.clients import Frontend, Quarantine, Runner
 from kvmanager.scheduling.pins import SavedPin
+from kvmanager.scheduling.roll_call import RollCall
 from kvmanager.state import Effects, Policy, State
 from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy, Tier
@@ -56,9 +59,9 @@ class Core:
     """One start of the manager. It has no pool until `attach`, before the first runner's Hello."""
 
     def __init__(self, boot_id: str, pool_directory: str, policy: Policy, now: float) -> None:
-        self.state = State(boot_id, policy, now)
+        self.state = State(boot_id, pool_directory, policy, now)
         self.unix_offset = 0.0  # seconds, from the clock of `now` to Unix time
-        self._pool_directory = pool_directory
+        self._began = now
         self._too_early: list[tuple[int, Query]] = []  # questions, by client, until events are looked at
 
     def attach(
@@ -80,6 +83,8 @@ class Core:
         state.quarantines = {quarantine.lock: quarantine for quarantine in quarantines}
         state.survivors = set(survivors)
         pool.may_evict = not survivors
+        if survivors:
+            state.roll_call = RollCall(survivors, self._began + state.policy.roll_call_wait)
         if tier is not None:
             state.tiering = Tiering(tier, state.policy.resume)
             tier.attach(pool.log)
@@ -98,13 +103,16 @@ class Core:
         """Why this Hello cannot be served, or None. Changes nothing."""
         return sessions.refusal(self.state, hello)
 
-    def hello(self, now: float, hello: Hello) -> tuple[Welcome | Refused, Effects]:
-        """Register a client. For a runner the pool must be attached."""
+    def hello(self, now: float, hello: Hello) -> tuple[Welcome | Refused | Session, Effects]:
+        """Register a client. For a runner the pool must be attached. The answer may be a session alone: then
+        the Welcome is among the messages of these effects, or of later ones.
+        """
         refused = self.refusal(hello)
         if refused is not None:
             return refused, self._effects()
         self._date(now)
-        answer = sessions.welcome(self.state, hello, self._pool_directory, now)
+        answer = sessions.welcome(self.state, hello, now)
+        takeover.end_roll_call(self.state, now)
         return answer, self._settle(now)
 
     def handle(self, now: float, client_id: int, message: ToManager | None) -> Effects:
@@ -135,6 +143,7 @@ class Core:
         """The process that held `lock` is gone. Unknown ones are ignored."""
         self._date(now)
         sessions.gone(self.state, lock, now)
+        takeover.end_roll_call(self.state, now)
         return self._settle(now)
 
     def displaced(self, now: float, lock: str, former: str) -> Effects:
@@ -171,6 +180,7 @@ class Core:
             for request in list(state.waiting):
                 admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)
         state.admission_due |= state.waiting.first is not None
+        takeover.end_roll_call(state, now)
         if state.pool is not None:
             state.pins.expire(state.pool, now)
         for producer in state.in_flight.awaited_producers():
@@ -210,6 +220,10 @@ class Core:
                 submissions.submit(self.state, frontend, message, now)
             case Cancel():
                 submissions.cancel(self.state, frontend, message)
+            case Claimed():
+                if self.state.roll_call is not None:
+                    self.state.roll_call.spoke(frontend.hello.lock)
+                    takeover.end_roll_call(self.state, now)
             case _ if isinstance(message, Query):
                 self._ask(now, frontend, message)
             case _:

@@ -80,6 +80,9 @@ from kvmanager.messages.steps import BlockRef as BlockRef
 from kvmanager.messages.steps import Copied as Copied
 from kvmanager.messages.steps import Ended as Ended
 from kvmanager.messages.steps import Forked as Forked
+from kvmanager.messages.steps import HeldSequence as HeldSequence
+from kvmanager.messages.steps import HeldStart as HeldStart
+from kvmanager.messages.steps import Holdings as Holdings
 from kvmanager.messages.steps import Progress as Progress
 from kvmanager.messages.steps import StepReport as StepReport
 from kvmanager.messages.steps import Taken as Taken
@@ -158,14 +161,20 @@ class RunnerHello(Message, frozen=True, tag=True):
     max_num_seqs: int
     max_model_len: int  # tokens
     shared_pool: bool = True  # false: its blocks are in its device's memory, and `kv.bin` does not hold them
+    holdings: Holdings | None = None  # what runs here since an earlier start of the manager, and goes on
 
 
 class Welcome(Message, frozen=True, tag=True):
-    """The answer to a Hello. For runners the pool exists when this arrives."""
+    """The answer to a Hello. For runners the pool exists when this arrives.
+
+    To one with holdings it comes when all who lived through the manager's restart have spoken, or after a
+    time.
+    """
 
     session: Session
     pool_directory: str
     num_blocks: int  # 0 for a frontend that comes before the first runner
+    kept: tuple[int, ...] = ()  # start_ids of the holdings that go on; if there are any, credits are kept too
 
 
 class Refused(Message, frozen=True, tag=True):
@@ -185,7 +194,11 @@ class Fenced(Message, frozen=True, tag=True):
 
 
 class Submit(Message, frozen=True, tag=True):
-    """Run a request. Idempotent by (client, request_id, attempt); a higher attempt replaces a lower one."""
+    """Run a request. Idempotent by (client, request_id, attempt); a higher attempt replaces a lower one.
+
+    As a `claim` it says what this very attempt is, which an earlier start of the manager may have started: it
+    is answered Accepted if a runner has it, and NotHeld if none has.
+    """
 
     request_id: str
     attempt: int
@@ -198,6 +211,11 @@ class Submit(Message, frozen=True, tag=True):
     read_cache: bool = True  # false: compute every token (prompt_logprobs need all logits)
     tenant: str = ""  # whose cache it uses: see `hashing.salt_digest`; empty: that of all who have none
     search: SearchState | None = None  # of a beam search that goes on; its beams are the choices' outputs
+    claim: bool = False
+
+
+class Claimed(Message, frozen=True, tag=True):
+    """All claims of this session have been sent."""
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -231,6 +249,12 @@ class Rejected(Message, frozen=True, tag=True):
 
 class RunnerLost(Message, frozen=True, tag=True):
     """The runner of these (request_id, attempt) died: submit again with what was already received."""
+
+    requests: tuple[tuple[str, int], ...]
+
+
+class NotHeld(Message, frozen=True, tag=True):
+    """No runner has anything of these claims, (request_id, attempt): submit again, as after RunnerLost."""
 
     requests: tuple[tuple[str, int], ...]
 
@@ -326,13 +350,13 @@ Question = (
     | EventsQuery
 )
 Query = StatsQuery | Pin | Unpin | PinsQuery | TextPart | Question | Evict | Clear
-FrontendToManager = FrontendHello | Submit | Cancel | Query
+FrontendToManager = FrontendHello | Submit | Claimed | Cancel | Query
 RunnerToManager = RunnerHello | Ready | Draining | StepReport
 ToManager = FrontendToManager | RunnerToManager
 Page = BlocksPage | BlockDetail | HoldersAnswer | RequestsPage | AuditPage | EventsPage
 Answer = Stats | PinsAnswer | Explanation | PlanAnswer | Page | Cleared
 """What answers a Query, by its `query_id`."""
-ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | Answer
+ManagerToFrontend = Welcome | Refused | Fenced | Accepted | Rejected | RunnerLost | NotHeld | Answer
 ManagerToRunner = Welcome | Refused | Fenced | Directives
 
 _encoder = msgspec.msgpack.Encoder()

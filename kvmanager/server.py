@@ -286,22 +286,24 @@ class Server:
         self._carry_out(self._core.handle(time.monotonic(), peer.client_id, message))
 
     def _hello(self, identity: bytes, hello: Hello) -> None:
-        answer = self._answer(hello)
+        """Register the client, if it may be."""
+        if (refused := self._prepare(hello)) is not None:
+            log.warning("event=refused name=%r code=%s message=%r", hello.name, refused.code, refused.message)
+            self._send(identity, b"", refused)
+            return
+        answer, effects = self._core.hello(time.monotonic(), hello)
+        assert not isinstance(answer, Refused), answer
+        session = answer.session if isinstance(answer, Welcome) else answer
+        self._forget(session.client_id)
+        peer = Peer(session.client_id, encode(session), identity)
+        self._peers[session.client_id] = self._by_frame[peer.frame] = peer
+        log.info("event=hello name=%r client=%d kind=%s", hello.name, peer.client_id, type(hello).__name__)
+        self._carry_out(effects)
         if isinstance(answer, Welcome):
-            client_id = answer.session.client_id
-            self._forget(client_id)
-            peer = Peer(client_id, encode(answer.session), identity)
-            self._peers[client_id] = peer
-            self._by_frame[peer.frame] = peer
-            log.info("event=hello name=%r client=%d kind=%s", hello.name, client_id, type(hello).__name__)
-        else:
-            log.warning("event=refused name=%r code=%s message=%r", hello.name, answer.code, answer.message)
-        self._send(identity, b"", answer)
+            self._send(identity, b"", answer)
 
-    def _answer(self, hello: Hello) -> Welcome | Refused:
-        """Register the client: its lock must be held, and its layout that of the pool, which is made for the
-        first.
-        """
+    def _prepare(self, hello: Hello) -> Refused | None:
+        """Its lock must be held, and its layout be that of the pool, which is made for the first."""
         if hello.lock == LOCK_NAME:  # not even opened: closing our own lock file again would drop the lock
             return Refused("invalid_request", f"{hello.name}: the lock file {hello.lock!r} is the manager's")
         try:
@@ -322,9 +324,7 @@ class Server:
         if (former := self._locks.put(hello.lock, watched)) is not None:
             log.warning("event=displaced lock=%r as=%r", hello.lock, former)
             self._carry_out(self._core.displaced(time.monotonic(), hello.lock, former))
-        answer, effects = self._core.hello(time.monotonic(), hello)
-        self._carry_out(effects)
-        return answer
+        return None
 
     def _without_tier(self, hello: Hello) -> Refused | None:
         """A runner whose blocks are not in `kv.bin`: a tier would keep something else."""
@@ -346,7 +346,7 @@ class Server:
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)
             if peer is not None:
-                self._send(peer.identity, peer.frame, message)
+                self._send(peer.identity, b"" if isinstance(message, Welcome) else peer.frame, message)
         if self._disk is not None:
             for slot in effects.erasures:
                 self._disk.erase(slot)

@@ -13,6 +13,7 @@ from kvmanager.scheduling.clients import Client, Frontend, Quarantine, Runner
 from kvmanager.scheduling.in_flight import InFlight
 from kvmanager.scheduling.pins import Pins, SavedPin
 from kvmanager.scheduling.requests import ActiveStart, Ended, Request, RequestState, StartState, WaitingQueue
+from kvmanager.scheduling.roll_call import RollCall
 from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy
 
@@ -31,6 +32,7 @@ class Policy:
     pin_budget: float = 0.25  # share of the pool that pins may hold
     tenant_pin_budget: float = 0.05  # of that, what those of one tenant may hold
     growth_room: float = 0.2  # share of the pool that starts leave to the growth of what runs, at most
+    roll_call_wait: float = 1.0  # seconds that those who lived through a restart get to say what they hold
 
 
 @dataclass(slots=True)
@@ -75,8 +77,9 @@ class Counters:
 class State:
     """All of it. A request is in its frontend's `requests`, and in `waiting` or in a runner's `active`."""
 
-    def __init__(self, boot_id: str, policy: Policy, now: float) -> None:
+    def __init__(self, boot_id: str, pool_directory: str, policy: Policy, now: float) -> None:
         self.boot_id = boot_id
+        self.pool_directory = pool_directory
         self.policy = policy
         self.pool: BlockPool | None = None
         self.tiering: Tiering | None = None  # None: nothing is kept below the pool
@@ -85,6 +88,7 @@ class State:
         self.runners: list[Runner] = []
         self.quarantines: dict[str, Quarantine] = {}  # by lock
         self.survivors: set[str] = set()  # locks of an earlier start's processes without a used session
+        self.roll_call: RollCall | None = None  # while they are asked what they hold
         self.pins = Pins(policy.pin_budget, policy.tenant_pin_budget)
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
@@ -96,7 +100,8 @@ class State:
         """Beginnings of texts that are asked about, by client and question: see `long_text`."""
         self.counters = Counters()
         self.last_client_id = 0
-        self.last_start_id = 0
+        self.last_start_id = int(now * 1e6)
+        """Higher than those of an earlier manager on this host, with which runners may go on."""
         self.last_serial = 0
         self.last_runner_seen = now  # seconds; when one came, got on (as of the last tick), or left
         self.admission_due = False  # something changed that may let a request start

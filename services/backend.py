@@ -22,6 +22,7 @@ from kvmanager.protocol import (
     MAX_PART,
     Answer,
     Cancel,
+    Claimed,
     ExplainQuery,
     PlanQuery,
     Query,
@@ -52,7 +53,7 @@ _HELLO_TIMEOUT: Final = 5.0  # seconds
 _HIGH_WATER_MARK: Final = 1000  # token batches
 _COUNTED: Final = (RESUBMITTED, STALE_EVENTS, UNREADABLE)
 
-ToManager = Submit | Cancel | Query
+ToManager = Submit | Claimed | Cancel | Query
 
 log = logging.getLogger("pagekeeper.frontend")
 

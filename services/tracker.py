@@ -9,6 +9,8 @@ client sees no gap and no repeat. Times are seconds of CLOCK_MONOTONIC.
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import structs
+
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_VOCABULARY,
@@ -16,6 +18,8 @@ from kvmanager.protocol import (
     BeamScore,
     Cancel,
     Choice,
+    Claimed,
+    NotHeld,
     Rejected,
     RunnerLost,
     SamplingParams,
@@ -73,6 +77,11 @@ class Request:
         return self.error is not None or all(output.finish_reason for output in self.outputs)
 
     @property
+    def may_run(self) -> bool:
+        """Whether its attempt was sent, and not refused."""
+        return self.attempt >= 0 and self.retry_at is None
+
+    @property
     def started(self) -> bool:
         return self.search is not None or any(output.token_ids for output in self.outputs)
 
@@ -94,7 +103,7 @@ class Effects:
     see.
     """
 
-    send: list[Submit | Cancel] = field(default_factory=list)
+    send: list[Submit | Claimed | Cancel] = field(default_factory=list)
     changed: list[Request] = field(default_factory=list)
 
 
@@ -150,11 +159,14 @@ class Tracker:
     # --- from the manager ---------------------------------------------------------------------------------
 
     def connect(self, now: float) -> Effects:
-        """A new session: everything unfinished is submitted (again), oldest first."""
+        """A new session: what may run is claimed, oldest first, and what does not is submitted (again)."""
         self.connected = True
         self.last_heard = now
-        requests = sorted(self.live.values(), key=lambda request: request.arrival)
-        return Effects(send=[self._submission(now, request) for request in requests])
+        requests = self._in_order()
+        effects = Effects(send=[self._claim(now, each) for each in requests if each.may_run])
+        effects.send.append(Claimed())
+        effects.send += [self._submission(now, each) for each in requests if not each.may_run]
+        return effects
 
     def disconnect(self) -> None:
         """The session has ended; requests wait (bounded by `timeout`) for the next one."""
@@ -172,6 +184,9 @@ class Tracker:
                 return self._rejected(now, message)
             case RunnerLost(requests):
                 return self._runner_lost(now, requests)
+            case NotHeld(requests):
+                known = [self._current(*each) for each in requests]
+                return Effects(send=[self._submission(now, each) for each in known if each is not None])
         return Effects()
 
     def tick(self, now: float) -> Effects:
@@ -184,7 +199,8 @@ class Tracker:
         if before is not None and now - before > STOOD_STILL:
             for request in self.live.values():
                 request.last_sign = now
-            return self.connect(now) if self.connected else Effects()
+            again = self._in_order() if self.connected else []
+            return Effects(send=[self._submission(now, request) for request in again])
         effects = Effects()
         for request in list(self.live.values()):
             since = max(request.last_sign, self.last_heard) if request.accepted else request.last_sign
@@ -225,12 +241,21 @@ class Tracker:
         request = self.live.get(request_id)
         return request if request is not None and request.attempt == attempt else None
 
+    def _in_order(self) -> list[Request]:
+        return sorted(self.live.values(), key=lambda request: request.arrival)
+
     def _submission(self, now: float, request: Request, *, keep_waiting: bool = False) -> Submit:
+        """As a new attempt."""
         request.attempt += 1
-        request.accepted, request.retry_at = False, None
         self.resubmitted += request.attempt > 0
-        if not keep_waiting:
-            request.last_sign = now
+        return self._message(request.last_sign if keep_waiting else now, request)
+
+    def _claim(self, now: float, request: Request) -> Submit:
+        """As the attempt that may run, and may have given more tokens than have come here."""
+        return structs.replace(self._message(now, request), claim=True)
+
+    def _message(self, sent: float, request: Request) -> Submit:
+        request.accepted, request.retry_at, request.last_sign = False, None, sent
         return Submit(
             request_id=request.request_id,
             attempt=request.attempt,

@@ -83,3 +83,34 @@ class StepReport(Message, frozen=True, tag=True):
     credits_wanted: int = 0
     sources_read: tuple[tuple[int, int], ...] = ()  # (start_id, choice) whose `copy_from` has been copied
     num_tail_tokens: int = 0
+
+
+class HeldSequence(Message, frozen=True):
+    """A running sequence, as its runner has it between two steps. The KV of its first `num_computed_tokens`
+    tokens is in `block_table` (block ids); it will still fork into `forks`.
+    """
+
+    choice: int
+    output_token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    num_computed_tokens: int
+    forks: tuple[int, ...] = ()
+
+
+class HeldStart(Message, frozen=True):
+    """A start that runs. What it computes is known by its request, which the frontend behind `token_endpoint`
+    submitted.
+    """
+
+    start_id: int
+    request_id: str
+    attempt: int
+    token_endpoint: str
+    sequences: tuple[HeldSequence, ...]
+
+
+class Holdings(Message, frozen=True):
+    """All that a runner holds: for a manager that has restarted. `credits` are in no table yet."""
+
+    starts: tuple[HeldStart, ...] = ()
+    credits: tuple[BlockRef, ...] = ()

@@ -211,6 +211,10 @@ class BlockPool:
         block = self.index.primary.get(content[0])
         return None if block is None or self.contents[block] != content else block
 
+    def holds(self, block: int, content: Held) -> bool:
+        """Whether this very block, of whatever number, is to be found with this content."""
+        return 0 <= block < self.num_blocks and block not in self.unfound and self.contents[block] == content
+
     def hold(self, block: int, holder: Holder) -> None:
         """One more holder of a block that is in use or cached."""
         if self.state[block] == CACHED:
@@ -285,6 +289,13 @@ class BlockPool:
         assert self.state[block] == RESERVED
         self.state[block] = QUARANTINED
         self.num_quarantined += 1
+
+    def take_out_of_quarantine(self, block: int, holder: Holder, successor: Holder) -> None:
+        """Its writer has said what it is for, and goes on: it is `successor`'s, instead of `holder`'s."""
+        assert self.state[block] == QUARANTINED
+        self.state[block] = RESERVED
+        self.num_quarantined -= 1
+        self.ledger.replace(block, holder, successor)
 
     def restore_all(self, records: dict[int, BlockRecord]) -> None:
         """At start: take sealed blocks over from their records as cached, the first to be evicted first; they

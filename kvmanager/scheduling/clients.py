@@ -61,6 +61,7 @@ class Runner(Holder):
         "draining",
         "finished",
         "hello",
+        "kept",
         "last_heard",
         "num_tail_tokens",
         "outbox",
@@ -84,6 +85,7 @@ class Runner(Holder):
         with it.
         """
         self.credits: set[int] = set()
+        self.kept: tuple[int, ...] = ()  # start_ids that were taken over from an earlier start of the manager
         self.credits_wanted = 0
         self.num_tail_tokens = 0
         self.last_heard = now  # seconds

@@ -48,10 +48,11 @@ def differ(one: object, other: object, name: str) -> bool:
     return bool(getattr(one, name) != getattr(other, name))
 
 
-def welcome(state: State, hello: Hello, pool_directory: str, now: float) -> Welcome:
+def welcome(state: State, hello: Hello, now: float) -> Welcome | Session:
     """Register the client. Whoever had this lock before is gone, or starts over: its session ends.
 
-    The same Hello again before anything else was sent gets the same answer again.
+    The same Hello again before anything else was sent gets the same answer again. A runner that re-asserts
+    its holdings gets a session, and its Welcome when the roll call is over.
     """
     client = state.by_lock.get(hello.lock)
     if client is None or client.hello != hello or client.touched:
@@ -59,8 +60,22 @@ def welcome(state: State, hello: Hello, pool_directory: str, now: float) -> Welc
             supersede(state, client, now)
         state.last_client_id += 1
         client = register(state, hello, now)
-    session = Session(state.boot_id, client.client_id, client.client_id)
-    return Welcome(session, pool_directory, state.pool.num_blocks if state.pool else 0)
+    if state.roll_call is not None and isinstance(client, Runner):
+        state.roll_call.spoke(hello.lock)
+        if client.hello.holdings is not None:
+            state.roll_call.holdings[client] = client.hello.holdings
+            return session_of(state, client)
+    return welcome_to(state, client)
+
+
+def session_of(state: State, client: Client) -> Session:
+    return Session(state.boot_id, client.client_id, client.client_id)
+
+
+def welcome_to(state: State, client: Client) -> Welcome:
+    num_blocks = state.pool.num_blocks if state.pool is not None else 0
+    kept = client.kept if isinstance(client, Runner) else ()
+    return Welcome(session_of(state, client), state.pool_directory, num_blocks, kept)
 
 
 def register(state: State, hello: Hello, now: float) -> Client:
@@ -99,6 +114,8 @@ def gone(state: State, lock: str, now: float) -> None:
         end_runner(state, client, None, now)
     elif client is not None:
         end_frontend(state, client)
+    if state.roll_call is not None:
+        state.roll_call.spoke(lock)
     take_back(state, lock)
 
 
@@ -196,6 +213,8 @@ def end_frontend(state: State, frontend: Frontend) -> None:
 
 
 def unregister(state: State, client: Client) -> None:
+    if state.roll_call is not None:
+        state.roll_call.leave(client)
     del state.clients[client.client_id]
     del state.by_lock[client.hello.lock]
     state.effects.ended += (client.client_id,)

@@ -11,6 +11,7 @@ from kvmanager.protocol import (
     MAX_TEXT_CHARS,
     Accepted,
     Cancel,
+    NotHeld,
     Rejected,
     Submit,
     find_sampling_fault,
@@ -36,6 +37,9 @@ class Refusal(Exception):
 
 def submit(state: State, frontend: Frontend, message: Submit, now: float) -> None:
     """Queue the request and answer Accepted, or answer Rejected. A repeated one changes nothing."""
+    if message.claim:
+        claim(state, frontend, message)
+        return
     known = frontend.requests.get(message.request_id)
     if known is not None:
         attempt, counted = known.submit.attempt, known.counted
@@ -57,6 +61,13 @@ def submit(state: State, frontend: Frontend, message: Submit, now: float) -> Non
         state.waiting.add(request)
         state.admission_due = True
     state.send(frontend, Accepted(message.request_id, message.attempt))
+
+
+def claim(state: State, frontend: Frontend, message: Submit) -> None:
+    """Note it for the end of the roll call; without one, nothing is held that this manager did not start."""
+    roll_call = state.roll_call
+    if roll_call is None or find_fault(message) or not roll_call.claim(frontend, message):
+        state.send(frontend, NotHeld(((message.request_id, message.attempt),)))
 
 
 def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Request:
@@ -131,3 +142,5 @@ def cancel(state: State, frontend: Frontend, message: Cancel) -> None:
     request = frontend.requests.get(message.request_id)
     if request is not None and request.submit.attempt == message.attempt:
         state.cancel(request)
+    if state.roll_call is not None:
+        state.roll_call.claims.pop((frontend.hello.token_endpoint, message.request_id), None)

@@ -176,16 +176,39 @@ def test_a_request_that_runners_die_of_is_given_up() -> None:
     assert [type(message) for message in effects.send] == [Cancel]
 
 
-def test_a_new_session_resubmits_all_oldest_first() -> None:
+def test_a_new_session_claims_what_may_run_and_submits_the_rest_oldest_first() -> None:
     tracker = Tracker(TIMEOUT, 100)
     late, early = new_request("late", arrival=2.0), new_request("early", arrival=1.0)
     assert tracker.submit(2.0, late).send == []
     tracker.submit(2.0, early)
-    first = tracker.connect(3.0).send
-    assert [(message.request_id, message.attempt) for message in first] == [("early", 0), ("late", 0)]
+    claimed, *first = tracker.connect(3.0).send
+    assert (claimed, named(first)) == (Claimed(), [("early", 0, False), ("late", 0, False)])
     tracker.disconnect()
-    again = tracker.connect(4.0).send
-    assert [(message.request_id, message.attempt) for message in again] == [("early", 1), ("late", 1)]
+    new = new_request("new", arrival=4.0)
+    assert tracker.submit(4.0, new).send == []
+    *claims, claimed, fresh = tracker.connect(4.0).send
+    assert (claimed, named(claims)) == (Claimed(), [("early", 0, True), ("late", 0, True)])
+    assert named([fresh]) == [("new", 0, False)]
+    assert tracker.heard(5.0, Accepted("early", 0)).send == []
+    again = tracker.heard(5.0, NotHeld((("late", 0), ("gone", 0), ("early", 7)))).send
+    assert named(again) == [("late", 1, False)]
+    assert late.losses == 0
+
+
+def named(messages: Sequence[object]) -> list[tuple[str, int, bool]]:
+    submits = [message for message in messages if isinstance(message, Submit)]
+    assert len(submits) == len(messages)
+    return [(submit.request_id, submit.attempt, submit.claim) for submit in submits]
+
+
+def test_what_was_refused_for_now_is_not_claimed() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(0.0, request)
+    tracker.heard(1.0, RunnerLost((("r", 0),)))
+    tracker.heard(2.0, Rejected("r", 1, "queue_full", "full", 9.0))
+    tracker.disconnect()
+    claimed, again = tracker.connect(3.0).send
+    assert (claimed, named([again])) == (Claimed(), [("r", 2, False)])
 
 
 def test_rejected_at_once_and_after_a_resubmission() -> None:
@@ -212,7 +235,7 @@ def test_every_wait_for_the_manager_is_bounded() -> None:
     assert absent.tick(TIMEOUT + 0.1).changed == [request]
     assert request.error is not None
     assert (request.error.code, request.error.retry_after) == ("manager_absent", 1.0)
-    assert absent.connect(20.0).send == []
+    assert absent.connect(20.0).send == [Claimed()]
 
 
 def test_after_standing_still_everything_is_submitted_again() -> None:
@@ -305,11 +328,22 @@ class World:
         self.tracker = Tracker(1e9, 10)
         self.submit: Submit | None = None
         self.sent: dict[int, int] = {}
+        self.held: tuple[Submit, dict[int, int]] | None = None  # what runs over the manager's restart
         self.losses = 0
 
     def apply(self, effects: Effects) -> None:
         for message in effects.send:
+            if isinstance(message, Claimed):
+                continue
             assert isinstance(message, Submit)
+            if message.claim and self.held is not None:
+                assert message.attempt == self.held[0].attempt
+                self.submit, self.sent = self.held
+                self.apply(self.tracker.heard(0.0, Accepted("r", message.attempt)))
+                continue
+            if message.claim:
+                self.apply(self.tracker.heard(0.0, NotHeld((("r", message.attempt),))))
+                continue
             self.submit = message
             self.sent = {choice.index: len(choice.output_token_ids) for choice in message.choices}
             for choice in message.choices:
@@ -340,7 +374,10 @@ class World:
             self.apply(self.tracker.heard(0.0, RunnerLost((("r", self.submit.attempt),))))
 
     def restart(self) -> None:
+        """The manager's: the runner goes on, or is gone as well."""
         self.tracker.disconnect()
+        goes_on = self.submit is not None and self.sent and self.random.random() < 0.5
+        self.held = (self.submit, self.sent) if self.submit is not None and goes_on else None
         self.submit, self.sent = None, {}
         self.apply(self.tracker.connect(0.0))
 

@@ -8,6 +8,7 @@ import msgspec
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
     Cancel,
+    Claimed,
     Clear,
     Cleared,
     Evict,
@@ -70,7 +71,7 @@ class Frontend(Process):
             str, tuple[float, Pin | Unpin]
         ] = {}  # by name, not answered yet; and when it was sent
         self._queries = 0
-        self._outbox: deque[Submit | Cancel | StatsQuery | Pin | Unpin] = deque()
+        self._outbox: deque[Submit | Claimed | Cancel | StatsQuery | Pin | Unpin] = deque()
         self._next_tick = world.now + TICK
         self._ticks = 0
 

@@ -46,7 +46,8 @@ class Handovers:
         if not isinstance(runner, Runner):
             return
         left = self._killed[runner.name] = {}
-        for request in runner.scheduler._requests.values() if sent_all else ():
+        told_all = sent_all and runner.held is None  # else a manager that has restarted knows less
+        for request in runner.scheduler._requests.values() if told_all else ():
             start, sequences = request.start, request.sequences.items()
             each = {
                 choice: Left(
@@ -57,7 +58,8 @@ class Handovers:
                 for choice, running in sequences
             }
             if start.sampling.beam is not None:
-                each = dict.fromkeys(range(start.sampling.beam.width), searched(start, list(each.values())))
+                step = [left for key, left in runner.unreported.items() if key[0] == start.start_id]
+                each = searched(start, start.sampling.beam.width, each, max(step, default=0))
             left.update(((start.request_id, choice), known) for choice, known in each.items())
 
     def died(self, core: Core, lock: str, heard_all: bool) -> None:
@@ -116,16 +118,19 @@ class Handovers:
             self._statistics["handed on after an eviction"] += 1
 
 
-def searched(start: Start, beams: list[Left]) -> Left:
-    """All beams of a search as one. A frontend is told of it whenever all have filled a block."""
+def searched(start: Start, width: int, beams: dict[int, Left], unreported: int) -> dict[int, Left]:
+    """All beams of a search as one, unless they have yet to compute what they were given: then each is what
+    it was at the start. A frontend is told of a search whenever all have filled a block. `unreported`: of a
+    step of any of them, which may not be there any more.
+    """
     num_prompt, num_given = len(start.prompt_token_ids), len(start.sequences[0].output_token_ids)
-    computed = max(min(beam.computed for beam in beams), num_prompt + num_given - 1 if num_given else 0)
-    return Left(
-        start.attempt,
-        max(beam.computed for beam in beams),
-        max(beam.unreported for beam in beams),
-        max(computed - computed % BLOCK_SIZE + 1 - num_prompt, 0),
-    )
+    least = min(beam.computed for beam in beams.values())
+    known = max(least, num_prompt + num_given - 1 if num_given else 0)
+    told = max(known - known % BLOCK_SIZE + 1 - num_prompt, 0)
+    if least < num_prompt + num_given:
+        return {choice: beam._replace(told=told) for choice, beam in beams.items()}
+    furthest = max(beam.computed for beam in beams.values())
+    return dict.fromkeys(range(width), Left(start.attempt, furthest, unreported, told))
 
 
 def first_missed(core: Core, tokens: tuple[int, ...], num_found: int, salt: bytes) -> bytes:

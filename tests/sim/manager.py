@@ -152,15 +152,20 @@ class Manager:
 
     def _hello(self, now: float, connection: Connection, hello: Hello) -> None:
         self.trace("manager", "gets", hello)
-        answer = self._answer(now, hello)
+        if (refused := self._prepare(hello)) is not None:
+            self._send(connection, connection.identity, b"", refused)
+            return
+        answer, effects = self.core.hello(now, hello)
+        assert not isinstance(answer, Refused)
+        session = answer.session if isinstance(answer, Welcome) else answer
+        self._forget(session.client_id)
+        peer = Peer(session.client_id, encode(session), connection, connection.identity)
+        self._peers[session.client_id] = self._by_frame[peer.frame] = peer
+        self._carry_out(effects)
         if isinstance(answer, Welcome):
-            client_id = answer.session.client_id
-            self._forget(client_id)
-            peer = Peer(client_id, encode(answer.session), connection, connection.identity)
-            self._peers[client_id] = self._by_frame[peer.frame] = peer
-        self._send(connection, connection.identity, b"", answer)
+            self._send(connection, connection.identity, b"", answer)
 
-    def _answer(self, now: float, hello: Hello) -> Welcome | Refused:
+    def _prepare(self, hello: Hello) -> Refused | None:
         lock = self.disk.locks.get(hello.lock)
         if lock is None or not lock.held:
             return Refused("invalid_request", f"{hello.name} does not hold its lock file {hello.lock!r}")
@@ -174,9 +179,7 @@ class Manager:
             ]
             self.core.attach(pool, tier=self._tier())
         self._watched[hello.lock] = lock
-        answer, effects = self.core.hello(now, hello)
-        self._carry_out(effects)
-        return answer
+        return None
 
     def _carry_out(self, effects: Effects) -> None:
         pool = self.core.state.pool
@@ -195,7 +198,8 @@ class Manager:
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)
             if peer is not None:
-                self._send(peer.connection, peer.identity, peer.frame, message)
+                frame = b"" if isinstance(message, Welcome) else peer.frame
+                self._send(peer.connection, peer.identity, frame, message)
         self.copier.begin(effects)
         for client_id in effects.ended:
             self._forget(client_id)

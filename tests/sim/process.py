@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any, Final
 
 from kvmanager.client import ClientSession
-from kvmanager.protocol import Hello, Refused
+from kvmanager.protocol import Hello, Holdings, Refused
 from tests.sim.network import Connection
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ class Process:
         """Do one thing."""
         raise NotImplementedError
 
-    def say_hello(self) -> None:
+    def say_hello(self, holdings: Holdings | None = None) -> None:
         self._hello_at = self.world.now
-        self.world.trace(self.name, "says Hello", "")
-        self.connection.up.append(self.session.hello_frames(self.world.now))
+        self.world.trace(self.name, "says Hello", holdings or "")
+        self.connection.up.append(self.session.hello_frames(self.world.now, holdings))
 
-    def repeat_hello(self) -> None:
+    def repeat_hello(self, holdings: Holdings | None = None) -> None:
         """While there is no answer."""
         if self.world.now - self._hello_at > HELLO_INTERVAL:
-            self.say_hello()
+            self.say_hello(holdings)
 
     def send(self, message: Any) -> None:
         self.connection.up.append(self.session.frames(self.world.now, message))

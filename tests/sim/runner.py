@@ -11,6 +11,7 @@ from kvmanager.protocol import (
     Directives,
     Draining,
     Fenced,
+    Holdings,
     Ready,
     RunnerHello,
     StepReport,
@@ -54,6 +55,7 @@ class Runner(Process):
         self.draining = False
         self.told = False  # the manager was told that it is draining
         self.dismissed = False  # and has all back
+        self.boot_id = ""  # of the manager whose session it has, or had last
         self._begin()
 
     def _begin(self) -> None:
@@ -65,6 +67,7 @@ class Runner(Process):
         self.unreported: dict[tuple[int, int], int] = {}  # tokens of the step that no report tells of yet
         self.told = self.dismissed = False
         self.rests = False
+        self.held: Holdings | None = None  # what a manager that has restarted is told; None: none is
 
     @property
     def idle(self) -> bool:
@@ -76,7 +79,7 @@ class Runner(Process):
         if self.draining and self._may_exit():
             self.world.exit(self)
             return
-        if self.session.session is None:
+        if self.session.session is None and self.held is None:
             self._await_session()
         elif self.plan is not None:
             self._compute()
@@ -87,28 +90,47 @@ class Runner(Process):
     def _await_session(self) -> None:
         if not self.connection.down:
             self.repeat_hello()
-        elif isinstance(self.receive(), Welcome):
+        elif isinstance(message := self.receive(), Welcome):
+            self._taken_over(message)
+
+    def _taken_over(self, welcome: Welcome) -> None:
+        self.boot_id = welcome.session.boot_id
+        if welcome.kept:
+            self.world.statistics["starts taken over"] += len(welcome.kept)
+            self.scheduler.keep_only(welcome.kept)
+            self.held = None
+        else:
             self._begin()
-            self.send(Ready())
+        self.send(Ready())
 
     def _plan(self) -> None:
         """As much as has come; how much that is, chance decides."""
         for _ in range(self.world.random.randint(0, len(self.connection.down))):
             message = self.receive()
             if isinstance(message, Fenced):
-                self.say_hello()
-                return
+                running = self.scheduler.statistics().sequences
+                if message.boot_id != self.boot_id and running and not self.draining:
+                    self.held = self.scheduler.holdings()
+                self.say_hello(self.held)
+                if self.held is None:
+                    return
+            elif isinstance(message, Welcome):
+                self._taken_over(message)
             if isinstance(message, Directives):
                 self.world.check_starts(message)
                 self.scheduler.handle(message)
                 self.dismissed |= message.dismissed
+        if self.held is not None:
+            self.repeat_hello(self.held)
         self.probe()
-        if self.draining and not self.told:
+        if self.draining and not self.told and self.held is None:
             self.told = True
             self.send(Draining())
         self.plan = None if self.draining else self.scheduler.schedule()
         self.rests = self.plan is None
-        if (report := self.scheduler.report()) is not None:
+        if self.held is not None:
+            self.rests = False
+        elif (report := self.scheduler.report()) is not None:
             self.rests = False
             self.send(report)
         self.unreported = {}

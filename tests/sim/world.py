@@ -215,7 +215,7 @@ class World:
         self._check_contents(manager)
         manager.copier.killed()
         self.manager = None
-        self.manager_from = self.now + self.random.choice((0.0, 0.01, 0.05, 0.3))
+        self.manager_from = self.now + self.random.choice((0.001, 0.01, 0.05, 0.3))
         for connection in list(self.connections):
             connection.manager_killed(self.random)
             if not connection.client_lives:
