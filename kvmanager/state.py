@@ -32,7 +32,7 @@ class Policy:
     pin_budget: float = 0.25  # share of the pool that pins may hold
     tenant_pin_budget: float = 0.05  # of that, what those of one tenant may hold
     growth_room: float = 0.2  # share of the pool that starts leave to the growth of what runs, at most
-    roll_call_wait: float = 1.0  # seconds that those who lived through a restart get to say what they hold
+    roll_call_wait: float = 2.0  # seconds that those who lived through a restart get to say what they hold
 
 
 @dataclass(slots=True)

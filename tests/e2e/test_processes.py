@@ -40,12 +40,6 @@ def test_a_clean_stop_leaves_only_the_pool_and_the_next_start_is_warm_also_after
                     process.kill()
 
 
-def kill_while_streaming(server: Server, kind: str) -> None:
-    """Four streams; SIGKILL one process of `kind`; every stream equals the undisturbed text."""
-    with Streams(server):
-        os.kill(server.children(kind)[0], signal.SIGKILL)
-
-
 def requests(server: Server, state: str) -> list[dict[str, Any]]:
     """Those of /kv/requests in this state."""
     found = httpx.get(f"{server.url}/kv/requests?state={state}&limit=100", timeout=10).json()
@@ -75,9 +69,13 @@ def test_a_killed_runner_costs_only_time_and_a_block_of_tokens() -> None:
         wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
 
 
-def test_a_killed_manager_costs_only_time() -> None:
-    with Server() as server:
-        kill_while_streaming(server, "kvmanager")
+def test_a_killed_manager_costs_nothing() -> None:
+    """Runners go on, and the next manager takes over what they run."""
+    with Server(runners=2) as server:
+        with Streams(server):
+            wait_until(lambda: two_blocks_computed(server), "two blocks of each stream")
+            os.kill(server.children("kvmanager")[0], signal.SIGKILL)
+        assert server.metrics()["pagekeeper_resubmitted_requests_total"] == 0, "\n".join(server.output[-60:])
         wait_until(server.ready, "ready again", 60)
         wait_until(lambda: server.metrics()["pagekeeper_used_blocks"] == 0, "no block leaked")
 
