@@ -13,10 +13,11 @@ from collections import Counter
 import pytest
 
 from gpu_runner.request import RunningSequence
+from gpu_runner.scheduler import Scheduler
 from gpu_runner.shared_tails import SharedTails
 from kvmanager.core import Core
 from kvmanager.pool.ledger import Ledger
-from kvmanager.scheduling import admission, requests, sessions
+from kvmanager.scheduling import admission, requests, sessions, takeover
 from kvmanager.state import Effects, State
 from kvmanager.tier.tiers import Copy
 from tests.sim.simulate import SimulationError, simulate
@@ -45,6 +46,7 @@ MET = (
         "handed over",
         "handed on",
         "searches handed on",
+        "starts taken over",
         "copied tails",
         "prefix waits",
         "recomputed tokens",
@@ -117,6 +119,8 @@ PLANTED = {
     "a dead runner's blocks are forgotten": (sessions, "gone", gone_with_its_blocks),
     "what a failed copy has left is content": (Core, "copied", copied_well),
     "a fenced runner's blocks are reused": (sessions, "quarantine_of", lambda state, lock: None),
+    "what a runner holds is believed": (takeover, "is_sound", lambda pool, request, taken, own: True),
+    "a runner goes on with what is not taken over": (Scheduler, "keep_only", lambda self, start_ids: None),
 }
 
 
