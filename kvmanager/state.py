@@ -143,7 +143,9 @@ class State:
         request.state = RequestState.GONE
         submit, info = request.submit, request.describe("ended", 0.0)
         for tenant in {"", submit.tenant}:
-            self.ended.setdefault(tenant, deque(maxlen=MAX_ENDED)).append(Ended(submit.arrival, info))
+            if tenant not in self.ended:
+                self.ended[tenant] = deque(maxlen=MAX_ENDED)
+            self.ended[tenant].append(Ended(submit.arrival, info))
         frontend: Frontend = request.frontend
         del frontend.requests[submit.request_id]
         frontend.remember(submit.request_id, submit.attempt, request.counted)

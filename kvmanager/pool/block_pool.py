@@ -150,8 +150,8 @@ class BlockPool:
         return (block, self.generation[block])
 
     def refs(self, blocks: Iterable[int]) -> tuple[BlockRef, ...]:
-        blocks = list(blocks)
-        return tuple(zip(blocks, map(self.generation.__getitem__, blocks), strict=True))
+        generation = self.generation
+        return tuple([(block, generation[block]) for block in blocks])
 
     def grant(self, holder: Holder) -> int:
         """A block for `holder` to write: a free one, else the one that is evicted first. `available` must

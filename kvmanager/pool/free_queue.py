@@ -46,9 +46,8 @@ class FreeQueue:
     def extend(self, blocks: Sequence[int]) -> None:
         """Add these in their order, the last of them as the last; none may be in the queue."""
         following, preceding, last = self._next, self._previous, self._previous[self._head]
-        there = max(map(following.__getitem__, blocks), default=_ABSENT)
-        assert there == _ABSENT, f"one of {blocks} is already in the queue"
         for block in blocks:
+            assert following[block] == _ABSENT, f"block {block} is already in the queue"
             following[last] = block
             preceding[block] = last
             last = block

@@ -6,7 +6,7 @@ returned) on notes of its own; what it lets through, the second half applies wit
 This is most of what a step costs the manager, so each item is looked at as few times as can be.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from itertools import islice
 from typing import Literal
 
@@ -90,9 +90,8 @@ class ReportCheck:
             self._copy(copied)
         for taken in report.taken:
             self._find(taken.start_id, taken.choice)
-        self._spend([block for taken in report.taken for block in taken.blocks])
-        if report.returned:
-            self._spend(report.returned)
+            self._spend(taken.blocks)
+        self._spend(report.returned)
         if not 0 <= report.credits_wanted <= MAX_CREDITS_WANTED:
             raise InvalidReport(f"credits_wanted is {report.credits_wanted}")
         if not 0 <= report.num_tail_tokens <= self._pool.num_blocks * self._pool.block_size:
@@ -163,14 +162,14 @@ class ReportCheck:
             raise InvalidReport(f"{name(item)} cannot replace entry {item.index} of its table")
         self._spend((item.block,))
 
-    def _spend(self, refs: Collection[BlockRef]) -> None:
-        spent, blocks = self.spent, [block for block, _ in refs]
-        before = len(spent)
-        spent.update(blocks)
-        known = self._credits.issuperset(blocks) and self._pool.refs(blocks) == tuple(refs)
-        if not known or len(spent) != before + len(blocks):
-            some = ", ".join(f"{block} of generation {generation}" for block, generation in [*refs][:8])
-            raise InvalidReport(f"one of the blocks {some} is not a credit of this runner, or taken twice")
+    def _spend(self, refs: Iterable[BlockRef]) -> None:
+        spent, credits, current = self.spent, self._credits, self._pool.generation
+        for block, generation in refs:
+            if block not in credits or block in spent or generation != current[block]:
+                raise InvalidReport(
+                    f"block {block} of generation {generation} is not a credit of this runner, or taken twice"
+                )
+            spent.add(block)
 
 
 def name(item: Progress | Ended | Copied | Taken) -> str:

@@ -134,7 +134,8 @@ class Request:
     @property
     def num_choices(self) -> int:
         """Choices that a start of it runs."""
-        return sum([len(group.choices) for group in self.groups])
+        groups = self.groups
+        return len(groups[0].choices) if len(groups) == 1 else sum([len(group.choices) for group in groups])
 
     def describe(
         self, kind: RequestKind, now: float, runner: str = "", sequences: tuple[SequenceInfo, ...] = ()
