@@ -301,10 +301,11 @@ class Core:
         """Credits for running sequences first, then new starts, then room is made."""
         state = self.state
         if state.pool is not None:
-            pressure.grant_credits(state, state.pool)
+            starved = pressure.grant_credits(state, state.pool)
             if state.admission_due:
                 admission.admit(state, now)
-            pressure.relieve(state, state.pool, now)
+            if starved:
+                pressure.relieve(state, now)
             if state.tiering is not None:
                 state.tiering.demote_ahead(state.pool, now)
 

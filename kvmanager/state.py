@@ -49,16 +49,15 @@ class Effects:
     end sessions.
     """
 
-    __slots__ = ("demotions", "ended", "erasures", "messages", "pins", "promotions", "records")
+    pins: list[SavedPin] | None = None  # all of them, if they changed
+    erasures: Collection[int] = ()  # slots of the tier whose content is to be gone from the disk too
+    demotions: Collection[Copy] = ()  # each is answered by `Core.copied`
+    promotions: Collection[Copy] = ()
+    ended: tuple[int, ...] = ()  # client_ids whose session is over
 
     def __init__(self) -> None:
         self.records: set[int] = set()  # blocks whose record changed
-        self.pins: list[SavedPin] | None = None  # all of them, if they changed
         self.messages: list[tuple[int, Any]] = []  # (client_id, message)
-        self.erasures: Collection[int] = ()  # slots of the tier whose content is to be gone from the disk too
-        self.demotions: Collection[Copy] = ()  # each is answered by `Core.copied`
-        self.promotions: Collection[Copy] = ()
-        self.ended: tuple[int, ...] = ()  # client_ids whose session is over
 
 
 @dataclass(slots=True)
@@ -156,7 +155,7 @@ class State:
         self.forget(request)
         if active is not None:
             if active.state is StartState.RUNNING:
-                active.runner.outbox.cancels.append(active.start_id)  # its step goes on: who waits, waits
+                active.runner.outbox.cancels += (active.start_id,)  # its step goes on: who waits, waits
             active.state = StartState.CANCELLING
 
     def withdraw(self, active: ActiveStart) -> None:

@@ -302,18 +302,17 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
         )
     pool.log.asker = NOBODY
     submit = request.submit
-    runner.outbox.starts.append(
-        Start(
-            active.start_id,
-            submit.request_id,
-            submit.attempt,
-            request.frontend.hello.token_endpoint,
-            submit.prompt_token_ids,
-            submit.sampling,
-            tuple(starts),
-            request.search,
-        )
+    told = Start(
+        active.start_id,
+        submit.request_id,
+        submit.attempt,
+        request.frontend.hello.token_endpoint,
+        submit.prompt_token_ids,
+        submit.sampling,
+        tuple(starts),
+        request.search,
     )
+    runner.outbox.starts += (told,)
 
 
 def begin(active: ActiveStart, group: Group, pool: BlockPool) -> Sequence:

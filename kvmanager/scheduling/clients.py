@@ -110,24 +110,19 @@ class Outbox:
     __slots__ = ("cancels", "credits", "dismissed", "preempts", "starts")
 
     def __init__(self) -> None:
-        self.starts: list[Start] = []
-        self.cancels: list[int] = []
-        self.preempts: list[int] = []
-        self.credits: list[BlockRef] = []
+        self.starts: tuple[Start, ...] = ()
+        self.cancels: tuple[int, ...] = ()
+        self.preempts: tuple[int, ...] = ()
+        self.credits: tuple[BlockRef, ...] = ()
         self.dismissed = False
 
     def take(self) -> Directives | None:
         """All of it as one message, or None if there is nothing."""
         if not (self.credits or self.starts or self.cancels or self.preempts or self.dismissed):
             return None
-        directives = Directives(
-            tuple(self.starts),
-            tuple(self.cancels),
-            tuple(self.preempts),
-            tuple(self.credits),
-            self.dismissed,
-        )
-        self.__init__()  # type: ignore[misc]
+        directives = Directives(self.starts, self.cancels, self.preempts, self.credits, self.dismissed)
+        self.starts = self.cancels = self.preempts = self.credits = ()
+        self.dismissed = False
         return directives
 
 

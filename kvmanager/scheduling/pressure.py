@@ -11,16 +11,19 @@ from kvmanager.state import State
 SILENCE = 1.0  # seconds after which a runner is not waited for: nothing that it was told will happen soon
 
 
-def grant_credits(state: State, pool: BlockPool) -> None:
-    """Give every runner the credits that it wants, as far as there are blocks."""
+def grant_credits(state: State, pool: BlockPool) -> bool:
+    """Give every runner the credits that it wants, as far as there are blocks. True if one has none then."""
+    starved = False
     for runner in state.runners:
         missing = runner.credits_wanted - len(runner.credits)
         if missing > 0:
             pool.log.asker = sole_request(runner)
             blocks = pool.grant_all(min(missing, pool.available), runner)
             runner.credits.update(blocks)
-            runner.outbox.credits.extend(pool.refs(blocks))
+            runner.outbox.credits += pool.refs(blocks)
             pool.log.asker = NOBODY
+            starved |= not runner.credits
+    return starved
 
 
 def sole_request(runner: Runner) -> Asker:
@@ -31,15 +34,12 @@ def sole_request(runner: Runner) -> Asker:
     return Asker(active.request.submit.request_id, active.request.salt)
 
 
-def relieve(state: State, pool: BlockPool, now: float) -> None:
-    """If a runner that wants credits has none left, preempt a request, unless one is giving way already.
+def relieve(state: State, now: float) -> None:
+    """As a runner that wants credits has none, preempt a request, unless one is giving way already.
 
     Not the only running one: it fits into the pool, and what it lacks is on its way back from somewhere else.
     """
-    if pool.available:
-        return
-    starved = [runner for runner in state.runners if runner.credits_wanted and not runner.credits]
-    if not starved or blocks_return(state, now):
+    if blocks_return(state, now):
         return
     running = settled(state, now)
     if len(running) > 1:
@@ -160,4 +160,4 @@ def stop(state: State, active: ActiveStart) -> None:
     """Tell the runner to stop this request, which waits then; its blocks come back when it acknowledges."""
     active.state = StartState.PREEMPTING
     state.withdraw(active)
-    active.runner.outbox.preempts.append(active.start_id)
+    active.runner.outbox.preempts += (active.start_id,)

@@ -130,9 +130,10 @@ class ReportCheck:
             )
         if sequence.source is not None and sequence not in self._read and computed > before:
             raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
-        for block in table[before // size : computed // size] if sequence.forked else ():
-            if len(self._holders[block]) != 1 or sequence in self._sharing:
-                raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
+        if sequence.forked:
+            for block in table[before // size : computed // size]:
+                if len(self._holders[block]) != 1 or sequence in self._sharing:
+                    raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
         if known > sequence.max_length:
             raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
         sequence.num_computed = computed

@@ -117,7 +117,7 @@ def test_a_fenced_runner_keeps_its_source_out_of_use() -> None:
 def test_a_preempted_sequence_resumes_with_only_its_last_token_to_compute() -> None:
     scene, runner, frontend = served()
     start, _ = scene.submit(frontend, runner, submission("a", [1] * 6, max_tokens=9))
-    scene.core.state.actives()[0].runner.outbox.preempts.append(start.start_id)
+    scene.core.state.actives()[0].runner.outbox.preempts += (start.start_id,)
     scene.send(runner, StepReport(ended=(Ended(start.start_id, 0, (5, 6, 7), 8, "preempted"),)))
     (resumed,) = scene.start(runner).sequences
     assert (resumed.output_token_ids, resumed.num_cached_tokens) == ((5, 6, 7), 8)
