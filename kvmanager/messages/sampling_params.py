@@ -78,15 +78,17 @@ def find_sampling_fault(params: SamplingParams, vocab_size: int = MAX_VOCABULARY
     values = _ranged(params)
     if not (all(map(le, _lows, values)) and all(map(le, values, _highs))):
         return _out_of_range(values)
-    most = min(MAX_ALTERNATIVES, vocab_size)
-    for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if number is not None and not 0 <= number <= most:
-            return f"{name} is {number}, want a number from 0 to {most}"
-    if not all(map(math.isfinite, params.logit_bias.values())):
-        return "a logit_bias is not a finite number"
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        most = min(MAX_ALTERNATIVES, vocab_size)
+        for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if number is not None and not 0 <= number <= most:
+                return f"{name} is {number}, want a number from 0 to {most}"
     if params.beam is not None and not math.isfinite(params.beam.length_penalty):
         return f"length_penalty is {params.beam.length_penalty}, want a finite number"
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            return f"{name} has a token id outside 0 to {vocab_size - 1}"
+    if params.logit_bias or params.stop_token_ids:
+        if not all(map(math.isfinite, params.logit_bias.values())):
+            return "a logit_bias is not a finite number"
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                return f"{name} has a token id outside 0 to {vocab_size - 1}"
     return ""

@@ -108,7 +108,8 @@ class Sequence(Holder):
         end = self.num_computed // size
         if end == self.num_sealed:
             return
-        table, known, digest, seal = self.table, self.announced, self.last_hash, pool.seal
+        table, known, digest = self.table, self.announced, self.last_hash
+        seal = pool.seal
         if pool.unfound and self.num_sealed and table[self.num_sealed - 1] in pool.unfound:
             seal = pool.seal_unfound
         for index in range(self.num_sealed, end):

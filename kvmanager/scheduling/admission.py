@@ -7,7 +7,10 @@ changed.
 """
 
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvmanager.asking.event_log import NOBODY, Asker
 from kvmanager.pool.block_pool import CACHED, BlockPool
@@ -20,7 +23,7 @@ from kvmanager.state import State
 from kvmanager.tier.tiering import Copies
 
 
-class Plan(NamedTuple):
+class Plan(Struct, frozen=True):
     """What a start would take: for each group what the cache has of it, and how many fresh blocks."""
 
     found: tuple[Found, ...]
@@ -73,7 +76,7 @@ def fits(state: State, pool: BlockPool, request: Request, plan: Plan) -> bool:
 
 def without_copies(plan: Plan) -> Plan:
     """The plan that computes what it would copy, and so keeps no block to copy from."""
-    return plan._replace(found=tuple(Found(each.blocks) for each in plan.found), cached_sources=0)
+    return replace(plan, found=tuple([Found(each.blocks) for each in plan.found]), cached_sources=0)
 
 
 def most_blocks(request: Request, block_size: int) -> int:
@@ -164,9 +167,9 @@ def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> by
     producers = state.in_flight.producers
     if not producers or not request.reads_cache or not state.policy.prefix_wait:
         return None
-    for group, found in zip(request.groups, plan.found, strict=True):
+    for place, group in enumerate(request.groups):
         deepest = None
-        for digest, _, _, _ in group.blocks(pool, request.salt)[len(found.blocks) :]:
+        for digest, _, _, _ in group.blocks(pool, request.salt)[len(plan.found[place].blocks) :]:
             if digest not in producers:
                 break
             deepest = digest
@@ -175,7 +178,7 @@ def in_flight(state: State, pool: BlockPool, request: Request, plan: Plan) -> by
     return None
 
 
-class Decision(NamedTuple):
+class Decision(Struct, frozen=True):
     """What becomes of a request whose turn it is, and what has to be known for that."""
 
     outcome: Literal["start", "wait_for_prefix", "wait_for_tier", "wait_for_room", "refuse"]
@@ -273,7 +276,8 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
     )
     runner.active[active.start_id] = active
     runner.seats += request.num_choices
-    for group, found in zip(request.groups, plan.found, strict=True):
+    for place, group in enumerate(request.groups):
+        found = plan.found[place]
         sequence = begin(active, group, pool)
         sequence.reuse(pool, found.blocks)
         if found.num_shared:
@@ -288,7 +292,8 @@ def start(state: State, pool: BlockPool, request: Request, runner: Runner, plan:
     count_lookup(state, request, active)
     starts = []
     pool.log.asker = Asker(request.submit.request_id, request.salt)
-    for group, sequence in zip(request.groups, active.sequences.values(), strict=True):
+    for group in request.groups:
+        sequence = active.sequences[group.choices[0]]
         sequence.grow(pool, -(-len(group.tokens) // pool.block_size))
         starts.append(
             SequenceStart(

@@ -78,12 +78,12 @@ class ReportCheck:
         """Raises InvalidReport."""
         for start_id, choice in report.sources_read:
             self._copied(self._find(start_id, choice))
-        for progress in report.progress:
-            self._advance(progress)
+        self._advance(report.progress)
         for forked in report.forked:
             self._fork(forked)
         for ended in report.ended:
-            self._ended.add(self._advance(ended))
+            self._advance((ended,))
+            self._ended.add(self.named[-1])
             if ended.search is not None:
                 self._check_search(ended.start_id, ended.search)
         for copied in report.copied:
@@ -114,30 +114,36 @@ class ReportCheck:
             raise InvalidReport(f"{sequence.describe()} has nothing to copy from")
         self._read.add(sequence)
 
-    def _advance(self, item: Progress | Ended) -> Sequence:
-        sequence = self._find(item.start_id, item.choice)
-        tokens, table, size = sequence.tokens, sequence.table, self._size
-        before, computed = sequence.num_computed, item.num_computed_tokens
-        try:
-            tokens.fromlist(list(item.new_token_ids))  # in half of the time that `extend` takes
-        except OverflowError:
-            raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}") from None
-        known = len(tokens)
-        if not before <= computed <= known or computed > len(table) * size:
-            raise InvalidReport(
-                f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
-                f"in {len(table)} blocks"
-            )
-        if sequence.source is not None and sequence not in self._read and computed > before:
-            raise InvalidReport(f"{name(item)} has computed {computed} tokens and not copied those before")
-        if sequence.forked:
-            for block in table[before // size : computed // size]:
-                if len(self._holders[block]) != 1 or sequence in self._sharing:
-                    raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
-        if known > sequence.max_length:
-            raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
-        sequence.num_computed = computed
-        return sequence
+    def _advance(self, items: Iterable[Progress | Ended]) -> None:
+        find, size = self._find, self._size
+        for item in items:
+            sequence = find(item.start_id, item.choice)
+            tokens, table = sequence.tokens, sequence.table
+            before, computed = sequence.num_computed, item.num_computed_tokens
+            try:
+                tokens.fromlist([*item.new_token_ids])  # in half of the time that `extend` takes
+            except OverflowError:
+                raise InvalidReport(f"{name(item)} has a token id outside 0 to {MAX_TOKEN_ID}") from None
+            known = len(tokens)
+            if not before <= computed <= known or computed > len(table) * size:
+                raise InvalidReport(
+                    f"{name(item)} has computed {computed} tokens, of {known} known, after {before}, "
+                    f"in {len(table)} blocks"
+                )
+            if known > sequence.max_length:
+                raise InvalidReport(f"{name(item)} has {known} tokens, more than its max_tokens allows")
+            if sequence.source is not None and sequence not in self._read and computed > before:
+                raise InvalidReport(
+                    f"{name(item)} has computed {computed} tokens and not copied those before"
+                )
+            if sequence.forked:
+                self._check_alone(item, sequence, table[before // size : computed // size])
+            sequence.num_computed = computed
+
+    def _check_alone(self, item: Progress | Ended, sequence: Sequence, filled: list[int]) -> None:
+        for block in filled:
+            if len(self._holders[block]) != 1 or sequence in self._sharing:
+                raise InvalidReport(f"{name(item)} has filled block {block}, which it shares")
 
     def _fork(self, item: Forked) -> None:
         parent = self._find(item.start_id, item.choice)
@@ -184,13 +190,12 @@ def apply(
     active, sequences = runner.active, iter(check.named)
     for _ in report.sources_read:
         next(sequences).copied(pool)
-    for progress in report.progress:
-        sequence = next(sequences)
-        if active[progress.start_id].started_at is not None:
-            measure(state, active[progress.start_id], sequence, now)
+    for sequence in islice(sequences, len(report.progress)):
         sequence.seal(pool, now)
-        if sequence.num_settled < len(sequence.announced) and state.in_flight.settle(sequence):
-            state.admission_due = True
+        if sequence.num_settled < len(sequence.announced):
+            measure(state, active[sequence.start_id], sequence, now)
+            if state.in_flight.settle(sequence):
+                state.admission_due = True
     for forked in report.forked:
         parent = next(sequences)
         for child in islice(sequences, len(forked.children)):
@@ -217,7 +222,9 @@ def apply(
 
 
 def measure(state: State, active: ActiveStart, sequence: Sequence, now: float) -> None:
-    """The first report on a start tells how fast given tokens are computed here, the wait for it included."""
+    """The first report on given tokens of a start tells how fast they are computed here, the wait for it
+    included.
+    """
     began, active.started_at = active.started_at, None
     computed = sequence.num_computed - sequence.num_cached
     if (

@@ -5,7 +5,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum, auto
 from itertools import chain
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.block_table import Sequence
@@ -30,7 +31,7 @@ class StartState(Enum):
     PREEMPTING = auto()
 
 
-class Found(NamedTuple):
+class Found(Struct, frozen=True):
     """What the cache has of a text: full blocks, then the first `num_shared` tokens of `source`."""
 
     blocks: list[int]
@@ -171,7 +172,7 @@ class Request:
         return [Group(self.prompt, tuple(indices), output) for output, indices in by_output.items()]
 
 
-class Ended(NamedTuple):
+class Ended(Struct, frozen=True):
     """What is kept of a request that is over; `info` is of its end."""
 
     arrival: float  # seconds
