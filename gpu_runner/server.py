@@ -33,7 +33,7 @@ from kvmanager.protocol import (
 log = logging.getLogger(__name__)
 
 IDLE_WAIT: Final = 0.2  # seconds
-REASSERT_INTERVAL: Final = 0.25  # seconds after which a manager that has not answered is told again
+REASSERT_INTERVAL: Final = 1.0  # seconds after which a manager that has not answered is told again
 HELLO_WAIT: Final = 2.0  # seconds between looks at whether to stop, while the manager does not answer
 LAST_PUSH_WAIT: Final = 2.0  # seconds that frontends get at the end to take what waits for them
 
@@ -73,6 +73,7 @@ class Server:
         self._reassert_at = 0.0  # when it is told again
         self._ready = False  # it has warmed up
         self._draining = False
+        self._drain_by = 0.0  # seconds; how long it then waits for a manager that is away
         self._drain_until: float | None = None  # once the manager was told
         self._dismissed = False  # by the manager: it has all back
 
@@ -81,6 +82,8 @@ class Server:
 
     def drain(self) -> None:
         """Hand over what runs, within `drain_seconds`, then let `run` return. From any thread or signal."""
+        if not self._draining:
+            self._drain_by = time.monotonic() + self._config.drain_seconds
         self._draining = True
         try:
             os.write(self._wake_write, b"\0")
@@ -130,7 +133,7 @@ class Server:
 
     def _reassert(self) -> None:
         now = time.monotonic()
-        if now >= self._absent_at:
+        if now >= self._absent_at and not self._draining:
             raise self._absent()
         if self._held is not None and now >= self._reassert_at:
             self._reassert_at = now + REASSERT_INTERVAL
@@ -138,7 +141,7 @@ class Server:
 
     def _taken_over(self, welcome: Welcome) -> None:
         """The manager has read what ran here, and keeps some or all of it."""
-        self._held = None
+        self._held = self._drain_until = None
         before = self._running
         if welcome.kept:
             self._boot_id = welcome.session.boot_id
@@ -212,7 +215,7 @@ class Server:
     def _receive(self) -> None:
         for message in self._client.receive():
             if isinstance(message, Fenced):
-                if message.boot_id != self._boot_id and self._running and not self._draining:
+                if message.boot_id != self._boot_id and self._running:
                     self._go_on(message.boot_id)
                     continue
                 log.warning(
@@ -260,6 +263,8 @@ class Server:
         """
         if not self._draining:
             return False
+        if self._held is not None:  # soon there may be a manager to hand it to
+            return time.monotonic() >= self._drain_by
         if self._client.session is None or self._dismissed:
             return True
         return self._drain_until is not None and time.monotonic() >= self._drain_until

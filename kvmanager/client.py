@@ -241,8 +241,10 @@ class ManagerClient(_Client):
 
     def reassert(self, holdings: Holdings) -> None:
         """Say Hello and do not wait: the Welcome, or a Refused, is among what `receive` hands out later. To
-        be called again while none has come, as either may have been lost.
+        be called again while none has come, as either may have been lost. Raises PagekeeperError ("internal")
+        if another process may have this one's name.
         """
+        self._lock.check()
         self._send(self._session.hello_frames(time.monotonic(), holdings))
 
     def receive(self) -> list[Directives | Fenced | Welcome | Refused]:

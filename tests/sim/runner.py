@@ -98,7 +98,7 @@ class Runner(Process):
         if welcome.kept:
             self.world.statistics["starts taken over"] += len(welcome.kept)
             self.scheduler.keep_only(welcome.kept)
-            self.held = None
+            self.held, self.told = None, False
         else:
             self._begin()
         self.send(Ready())
@@ -109,7 +109,7 @@ class Runner(Process):
             message = self.receive()
             if isinstance(message, Fenced):
                 running = self.scheduler.statistics().sequences
-                if message.boot_id != self.boot_id and running and not self.draining:
+                if message.boot_id != self.boot_id and running:
                     self.held = self.scheduler.holdings()
                 self.say_hello(self.held)
                 if self.held is None:
@@ -140,7 +140,9 @@ class Runner(Process):
         if self.dismissed:
             self.world.statistics["handed over"] += 1
             return True
-        return self.session.session is None or (self.told and self.world.random.random() < IMPATIENCE)
+        if self.held is None and self.session.session is None:
+            return True
+        return (self.told or self.held is not None) and self.world.random.random() < IMPATIENCE
 
     def _compute(self) -> None:
         plan, self.plan = self.plan, None
