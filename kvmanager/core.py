@@ -12,7 +12,7 @@ The caller carries effects out in their order: records, messages, copies, then s
 
 from collections.abc import Callable
 
-from kvmanager.asking import commands, introspection, long_text
+from kvmanager.asking import commands, introspection, long_text, pinning
 from kvmanager.asking.event_log import EventLog
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.protocol import (
@@ -49,10 +49,11 @@ from kvmanager.tier.tiering import Tiering
 from kvmanager.tier.tiers import Copy, Tier
 
 ASKED = Question | TextPart
+WITHOUT_EVENTS = TextPart | Pin | Unpin | PinsQuery
 
 
 AT_ONCE = 4096  # events that are looked at in one go: about a millisecond
-MAX_TOO_EARLY = 256  # questions that wait for that; of more, the oldest get no answer
+MAX_TOO_EARLY = 256  # questions that wait for that; of more, some get no answer
 
 
 class Core:
@@ -181,8 +182,8 @@ class Core:
                 admission.reject_waiting(state, request, "not_ready", reason, submissions.RETRY_AFTER)
         state.admission_due |= state.waiting.first is not None
         takeover.end_roll_call(state, now)
-        if state.pool is not None:
-            state.pins.expire(state.pool, now)
+        pinning.expire(state, now)
+        pinning.go_on(state, now)
         for producer in state.in_flight.awaited_producers():
             if now - producer.advanced_at >= state.policy.prefix_wait and state.in_flight.withdraw(producer):
                 state.admission_due = True
@@ -190,6 +191,11 @@ class Core:
         if state.pool is not None:
             self._look_at_events(now, state.pool.log)
         return self._effects()
+
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for what ticks do, so that they should come sooner."""
+        return bool(self.state.pins.jobs or self._too_early)
 
     def count_dropped(self) -> None:
         """A frame came that is no message."""
@@ -230,47 +236,47 @@ class Core:
                 self.count_dropped()
 
     def _look_at_events(self, now: float, log: EventLog) -> None:
-        """Some of those that answers rest on, if anybody asks; those who asked too early get them now."""
+        """Some of those that answers rest on, if anybody asks; of those who asked too early one gets its
+        answer.
+        """
         if self._too_early or log.is_followed:
             log.catch_up(AT_ONCE)
         log.trim()
-        if log.behind <= AT_ONCE:
-            asked, self._too_early = self._too_early, []
-            for client_id, message in asked:
-                client = self.state.clients.get(client_id)
-                if isinstance(client, Frontend):
-                    self._ask(now, client, message)
+        if log.behind <= AT_ONCE and self._too_early:
+            client_id, message = self._too_early.pop(0)
+            client = self.state.clients.get(client_id)
+            if isinstance(client, Frontend):
+                self._ask(now, client, message)
 
     def _ask(self, now: float, client: Frontend, message: Query) -> None:
         state = self.state
         of_events: bool = isinstance(message, ExplainQuery) or getattr(message, "tenant", "") != ""
+        of_events &= not isinstance(message, WITHOUT_EVENTS)
         if of_events and state.pool is not None and state.pool.log.behind > AT_ONCE:
-            self._too_early.append((client.client_id, message))
-            del self._too_early[:-MAX_TOO_EARLY]
+            early = self._too_early
+            early.append((client.client_id, message))
+            if len(early) > MAX_TOO_EARLY:
+                del early[long_text.first_of_most([getattr(each, "tenant", "") for _, each in early])]
             return
         match message:
             case StatsQuery():
                 state.send(client, introspection.statistics(state, message.query_id, now))
             case _ if introspection.fault(message):
                 self.count_dropped()
-            case ExplainQuery() | PlanQuery() if long_text.is_torn(state, client, message):
-                self.count_dropped()
             case TextPart():
-                long_text.take(state, client, message)
+                if state.pool is not None:
+                    long_text.take(client, message, state.pool)
+            case ExplainQuery() | PlanQuery() | Pin() | Evict() if (
+                state.pool is not None and long_text.is_torn(client, message)
+            ):
+                self.count_dropped()
             case Pin() | Unpin() | PinsQuery():
-                self._pins(now, client, message)
+                pinning.command(state, client, message, now)
             case Evict() | Clear():
                 state.send(client, commands.command(state, client, message, now))
+                pinning.go_on(state, now)
             case _:
                 state.send(client, introspection.answer(state, client, message, now))
-
-    def _pins(self, now: float, client: Frontend, message: Pin | Unpin | PinsQuery) -> None:
-        state = self.state
-        if state.pool is not None:
-            state.pins.expire(state.pool, now)
-        fault = state.pins.apply(state.pool, message, admission.largest_request(state), now)
-        state.send(client, state.pins.answer(state.pool, message, now, fault))
-        state.admission_due = True
 
     def _report(self, now: float, runner: Runner, report: StepReport) -> None:
         pool = self.state.pool
@@ -320,8 +326,8 @@ class Core:
         effects = state.effects
         if state.pool is not None:
             effects.records, state.pool.changed = state.pool.changed, effects.records
-            if state.pins.changed:
-                effects.pins, state.pins.changed = state.pins.saved(state.pool), False
+            if state.pins.changes:
+                effects.pins, state.pins.changes = state.pins.changes, {}
         if state.tiering is not None:
             effects.demotions, effects.promotions = state.tiering.take()
             if state.tiering.tier.erasures:

@@ -27,9 +27,9 @@ def available_for(directory: Path, top: Path = Path("/")) -> int | None:
         known = sizes((top / "proc/meminfo").read_text(), 1024)
         machine = known["MemAvailable"] + known.get("SwapFree", 0)
         groups = (top / "proc/self/cgroup").read_text()
-    except (OSError, KeyError):
+        return min([machine, *left_in_groups(top / "sys/fs/cgroup", groups)])
+    except (OSError, KeyError, ValueError):  # not there, or in another form than the kernel's
         return None
-    return min([machine, *left_in_groups(top / "sys/fs/cgroup", groups)])
 
 
 def file_system(directory: Path, mounts: str) -> str:

@@ -87,7 +87,8 @@ def open_records(pool_directory: str, layout: Layout) -> RecordFile:
 
 def remove(pool_directory: str) -> bool:
     """Remove the pool's files; True if there were any. Raises PagekeeperError where one is something else."""
-    paths = [Path(pool_directory) / name for name in ("layout.json", "pins", "blocks.meta", "kv.bin")]
+    root = Path(pool_directory)
+    paths = [root / "layout.json", *root.glob("pinned/*"), root / "blocks.meta", root / "kv.bin"]
     existed = any(path.exists() for path in paths)
     for path in paths:
         try:

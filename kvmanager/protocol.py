@@ -23,6 +23,7 @@ from typing import Literal
 
 import msgspec
 
+from kvmanager.messages.commands import MAX_COUNTED as MAX_COUNTED
 from kvmanager.messages.commands import Clear as Clear
 from kvmanager.messages.commands import Cleared as Cleared
 from kvmanager.messages.commands import Evict as Evict

@@ -48,6 +48,7 @@ from kvmanager.tier.tiers import Tier
 
 TICK: Final = 0.05  # seconds between two looks at who lives, however many messages wait
 LAST_WORDS: Final = 0.025  # seconds in which the last messages of the dead are read
+SOON: Final = 0.005  # seconds; the same while somebody waits for what ticks do
 MAX_BATCH: Final = 256  # messages between two looks at the copies and the followers of events
 HIGH_WATER_MARK: Final = 10_000  # messages per client, each direction
 LOCK_NAME: Final = "manager"
@@ -75,14 +76,9 @@ class Server:
         self._lock = HeldLock(lock_path(config.pool_directory, LOCK_NAME))
         self._endpoint = config.manager or manager_endpoint(config.pool_directory)
         self._boot_id = uuid.uuid4().hex
-        policy = Policy(
-            config.max_waiting,
-            config.watermark,
-            config.runner_wait,
-            config.prefix_wait,
-            config.resume,
-            *(config.pin_budget, config.tenant_pin_budget),
-        )
+        waits = (config.runner_wait, config.prefix_wait)
+        budgets = (config.pin_budget, config.tenant_pin_budget)
+        policy = Policy(config.max_waiting, config.watermark, *waits, config.resume, *budgets)
         self._core = Core(self._boot_id, config.pool_directory, policy, time.monotonic())
         self._core.on_fault = log.warning
         self._core.unix_offset = time.time() - time.monotonic()
@@ -114,7 +110,7 @@ class Server:
                 self._receive(next_look)
                 self._end_copies()
             if (now := time.monotonic()) >= next_look:
-                next_look = now + TICK
+                next_look = now + (SOON if self._core.awaited else TICK)
                 self._lock.check()
                 check_socket(self._endpoint)
                 self._lock.touch()
@@ -341,7 +337,7 @@ class Server:
         if effects.records and pool is not None and self._records is not None:
             for block in effects.records:
                 self._records.write(block, pool.record(block))
-        if effects.pins is not None:
+        if effects.pins:
             pin_file.write(self._config.pool_directory, effects.pins)
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)

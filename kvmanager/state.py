@@ -1,9 +1,10 @@
 """Everything that the manager's core knows, and what an event makes it do: the effects."""
 
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.block_table import Sequence
@@ -11,7 +12,7 @@ from kvmanager.pool.hashing import tenant_bytes
 from kvmanager.protocol import At
 from kvmanager.scheduling.clients import Client, Frontend, Quarantine, Runner
 from kvmanager.scheduling.in_flight import InFlight
-from kvmanager.scheduling.pins import Pins, SavedPin
+from kvmanager.scheduling.pins import PinKey, Pins, SavedPin
 from kvmanager.scheduling.requests import ActiveStart, Ended, Request, RequestState, StartState, WaitingQueue
 from kvmanager.scheduling.roll_call import RollCall
 from kvmanager.tier.tiering import Tiering
@@ -31,17 +32,9 @@ class Policy:
     resume: str = "auto"  # how content comes back from the tier: see Tiering
     pin_budget: float = 0.25  # share of the pool that pins may hold
     tenant_pin_budget: float = 0.05  # of that, what those of one tenant may hold
+    pin_part: int = 256  # blocks that a pin takes, or lets go of, at once
     growth_room: float = 0.2  # share of the pool that starts leave to the growth of what runs, at most
     roll_call_wait: float = 2.0  # seconds that those who lived through a restart get to say what they hold
-
-
-@dataclass(slots=True)
-class Sweep:
-    """A command that forgets what is cached, part of the way."""
-
-    steps: Iterator[Literal["look", "evicted", "in_use"]]
-    evicted: int = 0  # blocks, by the last message
-    in_use: int = 0  # blocks that stayed, so far
 
 
 class Effects:
@@ -49,7 +42,7 @@ class Effects:
     end sessions.
     """
 
-    pins: list[SavedPin] | None = None  # all of them, if they changed
+    pins: Mapping[PinKey, SavedPin | None] = MappingProxyType({})  # those that changed; None: gone
     erasures: Collection[int] = ()  # slots of the tier whose content is to be gone from the disk too
     demotions: Collection[Copy] = ()  # each is answered by `Core.copied`
     promotions: Collection[Copy] = ()
@@ -88,15 +81,11 @@ class State:
         self.quarantines: dict[str, Quarantine] = {}  # by lock
         self.survivors: set[str] = set()  # locks of an earlier start's processes without a used session
         self.roll_call: RollCall | None = None  # while they are asked what they hold
-        self.pins = Pins(policy.pin_budget, policy.tenant_pin_budget)
+        self.pins = Pins(policy.pin_budget, policy.tenant_pin_budget, policy.pin_part)
         self.waiting = WaitingQueue()
         self.in_flight = InFlight(self.waiting)
         self.ended: dict[str, deque[Ended]] = {}
         """By tenant: what of one is shown does not depend on how many others have. By "": of all."""
-        self.sweeps: OrderedDict[tuple[int, Any], Sweep] = OrderedDict()
-        """By client and command."""
-        self.texts: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        """Beginnings of texts that are asked about, by client and question: see `long_text`."""
         self.counters = Counters()
         self.last_client_id = 0
         self.last_start_id = int(now * 1e6)

@@ -23,7 +23,9 @@ from kvmanager.protocol import (
     Answer,
     Cancel,
     Claimed,
+    Evict,
     ExplainQuery,
+    Pin,
     PlanQuery,
     Query,
     Stats,
@@ -279,16 +281,13 @@ class Backend:
         self._metrics.count(GENERATION_TOKENS, new)
 
 
-def in_parts(query: Query) -> Iterator[Query]:
-    """A question about a long text as the messages that bring it."""
-    if not isinstance(query, ExplainQuery | PlanQuery):
+def in_parts(query: Query, longest: int = MAX_PART) -> Iterator[Query]:
+    """A question or command about a text of more than `longest` tokens as the messages that bring it."""
+    if not isinstance(query, ExplainQuery | PlanQuery | Pin | Evict) or len(query.token_ids) <= longest:
         yield query
         return
     tokens = query.token_ids
-    if len(tokens) <= MAX_PART:
-        yield query
-        return
-    for start in range(0, len(tokens) - 1, MAX_PART):
-        part = tokens[start : min(start + MAX_PART, len(tokens) - 1)]
+    for start in range(0, len(tokens) - 1, longest):
+        part = tokens[start : min(start + longest, len(tokens) - 1)]
         yield TextPart(query.query_id, part, query.cache_salt, query.tenant, start)
     yield msgspec.structs.replace(query, token_ids=tokens[-1:], start=len(tokens) - 1)

@@ -6,24 +6,26 @@ block out of what is found: whatever it seals from then on follows that one, and
 its scope end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from operator import eq
 
 import msgspec
 
+from kvmanager.asking import long_text, pinning
 from kvmanager.asking.holders import holders
 from kvmanager.pool.block_pool import SEALED, BlockPool
 from kvmanager.pool.block_walks import Step, forget_prefix, forget_salts
 from kvmanager.pool.hashing import salt_digest, tenant_bytes
-from kvmanager.protocol import Clear, Cleared, Evict, HolderInfo
+from kvmanager.protocol import MAX_COUNTED, Clear, Cleared, Evict, HolderInfo
 from kvmanager.scheduling.clients import Frontend
-from kvmanager.state import State, Sweep
+from kvmanager.scheduling.pins import Job
+from kvmanager.state import State
 
-MAX_COST = 1024  # of one message
-COSTS: dict[Step, int] = {"look": 1, "evicted": 8, "in_use": 8}
-MAX_SWEEPS = 16
+MAX_COST = 512  # of one message
+COSTS: dict[Step, int] = {"look": 1, "evicted": 8, "in_use": 8, "pause": MAX_COST}
+MAX_SWEEPS = 16  # of a frontend
 MAX_BLOCKERS = 64  # that are told
 
 
@@ -39,64 +41,89 @@ def command(state: State, frontend: Frontend, message: Evict | Clear, now: float
         blockers = tuple(islice(blocking(state, pool, now, message.tenant), MAX_BLOCKERS))
         if blockers:
             return refusal(state, pool, message, blockers)
-    key = (frontend.client_id, msgspec.structs.replace(message, query_id=0))
-    sweep = state.sweeps.pop(key, None) or begin(state, pool, message)
+    key = msgspec.structs.replace(message, query_id=0)
+    short = b""
+    if isinstance(message, Evict) and message.token_ids:
+        asked = long_text.of_command(frontend, message, pool)
+        full = asked.blocks(pool, asked.salt)
+        if full:
+            key = msgspec.structs.replace(key, token_ids=(), start=0, prefix=full[-1][0])
+        else:
+            short = asked.tokens.tobytes()
+    sweep = frontend.sweeps.pop(key, None) or Sweep(begin(state, pool, key, short))
     pool.log.cause = "clear" if isinstance(message, Clear) else "evict"
-    more = go_on(sweep)
+    more = sweep.go_on()
     if more:
-        state.sweeps[key] = sweep
-        if len(state.sweeps) > MAX_SWEEPS:
-            state.sweeps.popitem(last=False)
+        frontend.sweeps[key] = sweep
+        if len(frontend.sweeps) > MAX_SWEEPS:
+            frontend.sweeps.popitem(last=False)
     elif isinstance(message, Clear) and not message.tenant and nothing_is_found(state, pool):
         pool.log.cleared()
     pool.log.cause = "capacity"
     state.admission_due = True
-    return Cleared(message.query_id, state.at(message.tenant), sweep.evicted, sweep.in_use, more=more)
+    return Cleared(
+        message.query_id,
+        state.at(message.tenant),
+        sweep.evicted,
+        sweep.in_use,
+        more=more,
+        prefix=key.prefix if isinstance(key, Evict) else b"",
+    )
 
 
-def go_on(sweep: Sweep) -> bool:
-    """A slice of it. True if there may be more."""
-    sweep.evicted = cost = 0
-    for step in sweep.steps:
-        sweep.evicted += step == "evicted"
-        sweep.in_use += step == "in_use"
-        cost += COSTS[step]
-        if cost >= MAX_COST:
-            return True
-    return False
+class Sweep:
+    """A command that forgets what is cached, part of the way."""
+
+    __slots__ = ("_steps", "evicted", "in_use")
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+        self.evicted = 0  # blocks, by the last message
+        self.in_use = 0  # blocks that stayed, so far
+
+    def go_on(self) -> bool:
+        """A slice of it. True if there may be more."""
+        self.evicted = cost = 0
+        for step in self._steps:
+            self.evicted += step == "evicted"
+            self.in_use += step == "in_use"
+            cost += COSTS[step]
+            if cost >= MAX_COST:
+                return True
+        return False
 
 
-def begin(state: State, pool: BlockPool, message: Evict | Clear) -> Sweep:
+def begin(state: State, pool: BlockPool, message: Evict | Clear, short: bytes) -> Iterator[Step]:
+    """`short`: the packed tokens of a text of less than a block."""
     tier = state.tiering.tier if state.tiering is not None else None
     prefix = tenant_bytes(message.tenant)
     if isinstance(message, Clear):
-        let_go = unfind_last(state, pool, message.tenant) if message.force else 0
         steps = forget_salts(pool, tier, lambda salt: salt.startswith(prefix), message.force)
-        return Sweep(steps, in_use=let_go)
+        return chain(let_go(state, pool, message.tenant), steps) if message.force else steps
     salt = salt_digest(message.cache_salt, message.tenant)
-    if message.token_ids:
-        return Sweep(forget_prefix(pool, tier, salt, message.token_ids))
+    if message.prefix or short:
+        return forget_prefix(pool, tier, salt, message.prefix, short)
     if message.all_salts and not message.cache_salt:
-        return Sweep(forget_salts(pool, tier, lambda each: each.startswith(prefix), False))
-    return Sweep(forget_salts(pool, tier, partial(eq, salt), False))
+        return forget_salts(pool, tier, lambda each: each.startswith(prefix), False)
+    return forget_salts(pool, tier, partial(eq, salt), False)
 
 
-def unfind_last(state: State, pool: BlockPool, tenant: str) -> int:
-    """Prepare a forced Clear. Returns how many blocks in use are found no more by that."""
-    pool.log.cause = "clear"
-    for pin in state.pins.of(tenant):
-        state.pins.remove(pool, pin.key)
-    unfound = 0
+def let_go(state: State, pool: BlockPool, tenant: str) -> Iterator[Step]:
+    """What comes first in a forced Clear: pins end, and running sequences seal nothing more that is found."""
+    if state.pins.of(tenant) or state.pins.jobs:
+        job = Job(0, None, pinning.end_pins(state, tenant))
+        state.pins.jobs.append(job)
+        while job in state.pins.jobs:
+            yield "pause"
     for sequence in state.sequences(tenant):
-        if not sequence.num_sealed:
-            continue
+        if not 0 < sequence.num_sealed <= len(sequence.table):
+            continue  # it has sealed nothing, or ended meanwhile
+        last = sequence.table[sequence.num_sealed - 1]
         if state.in_flight.withdraw(sequence):
             state.admission_due = True
-        last = sequence.table[sequence.num_sealed - 1]
         if last not in pool.unfound:
             pool.unfind(last)
-            unfound += 1
-    return unfound
+            yield "in_use"
 
 
 def blocking(state: State, pool: BlockPool, now: float, tenant: str) -> Iterator[HolderInfo]:
@@ -122,11 +149,7 @@ def blocking(state: State, pool: BlockPool, now: float, tenant: str) -> Iterator
 
 
 def refusal(state: State, pool: BlockPool, message: Clear, blockers: tuple[HolderInfo, ...]) -> Cleared:
-    tables = [sequence.table[: sequence.num_sealed] for sequence in state.sequences(message.tenant)]
-    tables += [[each.source] for each in state.sequences(message.tenant) if each.source is not None]
-    tables += [pin.blocks for pin in state.pins.of(message.tenant)]
-    tables += [each.blocks for each in state.quarantines.values() if not message.tenant]
-    in_use = len(set().union(*tables))
+    in_use = len(set(islice(chain.from_iterable(used(state, message.tenant)), MAX_COUNTED)))
     return Cleared(
         message.query_id,
         state.at(message.tenant),
@@ -135,6 +158,19 @@ def refusal(state: State, pool: BlockPool, message: Clear, blockers: tuple[Holde
         code="in_use",
         message=f"{in_use} cached blocks are in use; wait until those who hold them have ended, or force it",
     )
+
+
+def used(state: State, tenant: str) -> Iterator[Iterable[int]]:
+    """Cached blocks of whoever holds some; one of several holders comes several times."""
+    for sequence in state.sequences(tenant):
+        yield islice(sequence.table, sequence.num_sealed)
+        if sequence.source is not None:
+            yield [sequence.source]
+    for pin in state.pins.holders():
+        if tenant in ("", pin.tenant):
+            yield pin.blocks
+    for quarantine in state.quarantines.values() if not tenant else ():
+        yield quarantine.blocks
 
 
 def nothing_is_found(state: State, pool: BlockPool) -> bool:

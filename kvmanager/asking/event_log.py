@@ -20,6 +20,7 @@ from kvmanager.pool.hashing import NOTHING, TENANT_BYTES, Held
 
 DEFAULT_RING = 1 << 16  # events
 OWN_RING = 1 << 12  # events of one tenant
+TABLES = 4  # of removals that the ring may fill
 
 Kind = Literal["stored", "removed", "cleared"]
 TierName = Literal["pool", "disk"]
@@ -96,11 +97,9 @@ class EventLog:
         "_contents",
         "_kinds",
         "_looked_up_to",
-        "_older_removals",
         "_own",
         "_removals",
         "_times",
-        "_trimmed_at",
         "asker",
         "cause",
         "last",
@@ -125,11 +124,10 @@ class EventLog:
         self._askers = [NOBODY] * size
         self._own: dict[bytes, OwnEvents] = {}  # by what a tenant's salts begin with; of those that asked
         self._looked_up_to = 0  # number of the last event that was looked at for `_removals` and `_own`
-        self._removals: dict[bytes, int] = {}  # block hash → number of its last removal
-        self._older_removals: dict[
-            bytes, int
-        ] = {}  # those up to number `_trimmed_at`; together they hold the ring's
-        self._trimmed_at = 0
+        self._removals: deque[dict[bytes, int]] = deque([{}], maxlen=TABLES + 2)
+        """Block hash → number of its last removal, in tables of which the first has the last ones; together
+        they have those of the ring.
+        """
 
     def stored(self, content: Held, block: int, kind: int = STORED) -> None:
         self.last = number = self.last + 1
@@ -154,18 +152,17 @@ class EventLog:
         self.removed(NOTHING, -1, CLEARED)
 
     def trim(self) -> None:
-        """Forget the oldest removals, if the ring has none of them any more; to be called now and then. Half
-        of the events are removals at most, in the long run, and a table that grows further takes long to do
-        so.
+        """Begin a new table of removals where the last one has become large, as it then takes long to grow
+        and to end; the oldest one ends when the ring has none of its removals any more. To be called now and
+        then.
         """
-        if len(self._removals) >= self.size // 2 and self._trimmed_at <= self.last - self.size:
-            self._removals, self._older_removals = {}, self._removals
-            self._trimmed_at = self._looked_up_to
+        if len(self._removals[0]) >= self.size // TABLES:
+            self._removals.appendleft({})
 
     def removal(self, block_hash: bytes) -> CacheEvent | None:
         """The last time that this content was removed from where it was; None if that is too long ago."""
         self.catch_up(self.size)
-        number = self._removals.get(block_hash) or self._older_removals.get(block_hash, 0)
+        number = next((table[block_hash] for table in self._removals if block_hash in table), 0)
         return _event(self._raw(number)) if number and self.has(number - 1) else None
 
     def asker_of(self, event: CacheEvent) -> Asker:
@@ -224,7 +221,7 @@ class EventLog:
         for own in self._own.values() if first > self._looked_up_to + 1 else ():
             own.leap()
         end = min(first + limit, self.last + 1)
-        size, kinds, contents, removals = self.size, self._kinds, self._contents, self._removals
+        size, kinds, contents, removals = self.size, self._kinds, self._contents, self._removals[0]
         for number in range(first, end):
             place = number % size
             digest, _, salt, _ = contents[place]

@@ -50,7 +50,7 @@ def as_submit(query: ExplainQuery | PlanQuery, text: LongText | None, now: float
 
 def explain(state: State, frontend: Frontend, query: ExplainQuery, now: float) -> Explanation:
     """Changes nothing. The tokens must be such as can be submitted."""
-    text = long_text.whole(state, frontend, query)
+    text = long_text.whole(frontend, query, state.pool)
     pool, number = state.pool, len(query.token_ids if text is None else text.tokens)
     if pool is None or not number:
         return Explanation(query.query_id, state.at(query.tenant), number, 0, 0, (), 0, "never_seen")
@@ -99,7 +99,8 @@ def told(pool: BlockPool, blocks: Iterable[int], tenant: str) -> tuple[BlockRef,
     """As whoever asks knows these blocks."""
     if not tenant:
         return pool.refs(blocks)
-    return tuple([(number, 0) for number in own_numbers([pool.block_hash[block] for block in blocks])])
+    contents = pool.contents
+    return tuple([(number, 0) for number in own_numbers([contents[block][0] for block in blocks])])
 
 
 def rest_of(pool: BlockPool, group: Group, reach: int) -> bytes:

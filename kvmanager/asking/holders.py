@@ -41,8 +41,9 @@ def holders(state: State, now: float, tenant: str = "") -> Iterator[HolderInfo]:
         for sequence in runner_sequences(runner, tenant):
             holder = sequence_holder(runner, sequence, now)
             yield without_runner(holder) if tenant else holder
-    for pin in state.pins.of(tenant):
-        yield HolderInfo("pin", pin.name, "", len(pin.blocks))
+    for pin in state.pins.holders():
+        if tenant in ("", pin.tenant):
+            yield HolderInfo("pin", pin.name, "", len(pin.blocks))
     if tenant:
         return
     for runner in state.runners:
@@ -171,13 +172,17 @@ def block_detail(state: State, query: BlockQuery, now: float) -> BlockDetail:
         digest.hex(),
         parent.hex(),
         -1 if above is None else above if not tenant else own_number(parent),
-        first_token(pool, block),
+        first_token(state, pool, block),
         tuple(tokens),
         now - pool.sealed_at[block],
         pool.hits[block],
         () if tenant else tuple(other for other in pool.index.blocks(digest) if other != block),
         len(pool.children.of(digest + pool.salt[block])),
-        tuple(pin.name for pin in pool.ledger.holders(block) if isinstance(pin, NamedPin)),
+        tuple(
+            pin.name
+            for pin in pool.ledger.holders(block)
+            if isinstance(pin, NamedPin) and pin is not state.pins.moving
+        ),
         state.tiering is not None and digest in state.tiering.tier,
         -1 if tenant else eviction_rank(pool, block),
     )
@@ -210,17 +215,21 @@ def describe(state: State, holder: Holder, now: float) -> Iterator[HolderInfo]:
             yield HolderInfo("copy", holder.describe(), "", 1)
 
 
-def first_token(pool: BlockPool, block: int) -> int:
-    """Index of the block's first token in its text; -1 if a block above it is gone, or it is too deep to
-    tell.
+def first_token(state: State, pool: BlockPool, block: int) -> int:
+    """Index of the block's first token in its text; -1 if a block above it is gone from pool and tier, or it
+    is too deep to tell.
     """
+    kept = state.tiering.tier.contents_by_hash() if state.tiering is not None else {}
     depth = 0
     parent = pool.parent_hash[block]
     while parent != pool.root and depth < MAX_WALK:
         above = pool.index.find(parent)
-        if above is None:
+        if above is not None:
+            parent = pool.parent_hash[above]
+        elif parent in kept:
+            parent = kept[parent][1].parent_hash
+        else:
             return -1
-        parent = pool.parent_hash[above]
         depth += 1
     return depth * pool.block_size if parent == pool.root else -1
 

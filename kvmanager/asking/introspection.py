@@ -6,10 +6,10 @@ from kvmanager.asking.pages import blocks_page, events_page
 from kvmanager.asking.plan import plan
 from kvmanager.asking.request_pages import requests_page
 from kvmanager.pool.block_pool import SEALED, BlockPool
-from kvmanager.pool.hashing import TOKEN_BYTES, tenant_fault
+from kvmanager.pool.hashing import HASH_BYTES, TOKEN_BYTES, tenant_fault
 from kvmanager.pool.invariants import audit_page
 from kvmanager.protocol import (
-    MAX_PROMPT_TOKENS,
+    MAX_PART,
     MAX_VOCABULARY,
     Answer,
     AuditQuery,
@@ -19,6 +19,7 @@ from kvmanager.protocol import (
     Evict,
     ExplainQuery,
     HoldersQuery,
+    Pin,
     PlanQuery,
     PoolStats,
     Query,
@@ -38,12 +39,12 @@ def fault(message: Query) -> str:
     """Why this cannot even be refused: it comes from no frontend of ours. Empty for a good one."""
     if isinstance(message, StatsQuery | AuditQuery):
         return ""
-    if isinstance(message, ExplainQuery | PlanQuery | TextPart | Evict):
+    if isinstance(message, ExplainQuery | PlanQuery | TextPart | Pin | Evict):
         tokens = message.token_ids
-        if len(tokens) > MAX_PROMPT_TOKENS or (
-            tokens and not 0 <= min(tokens) <= max(tokens) < MAX_VOCABULARY
-        ):
+        if len(tokens) > MAX_PART or (tokens and not 0 <= min(tokens) <= max(tokens) < MAX_VOCABULARY):
             return f"{len(tokens)} tokens, of which one is outside 0 to {MAX_VOCABULARY - 1}, or too many"
+    if isinstance(message, Evict) and len(message.prefix) not in (0, HASH_BYTES):
+        return f"a block's hash has {HASH_BYTES} bytes, and not {len(message.prefix)}"
     return tenant_fault(message.tenant)
 
 
@@ -106,7 +107,7 @@ def used_tokens(state: State, pool: BlockPool) -> int:
     """Slots that hold a token, of those in reserved and sealed blocks: as the runners last reported."""
     sequences = (each for active in state.actives() for each in active.sequences.values())
     sources = {each.source for each in sequences if each.source is not None}
-    sources |= state.pins.uses.keys()
+    sources |= {pin.blocks[-1] for pin in state.pins.holders() if pin.blocks}
     missing = sum(pool.block_size - len(pool.tokens[source]) // TOKEN_BYTES for source in sources)
     return (
         pool.counts[SEALED] * pool.block_size

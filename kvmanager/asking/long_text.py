@@ -1,4 +1,4 @@
-"""Texts too long for one question: they come in parts, each hashed and looked up as it comes.
+"""Texts too long for one question or command: they come in parts, each hashed and looked up as it comes.
 
 What was found of earlier parts may be gone when the last one has come, or lie in another block: the events
 since then say which, and only those are looked up again. So the answer is of one moment, and no message costs
@@ -6,26 +6,29 @@ more than its part.
 """
 
 from array import array
+from collections import Counter
 
 from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.hashing import hash_chain, salt_digest, token_array
-from kvmanager.protocol import MAX_PROMPT_TOKENS, ExplainQuery, PlanQuery, TextPart
+from kvmanager.protocol import MAX_PROMPT_TOKENS, Evict, ExplainQuery, Pin, PlanQuery, TextPart
 from kvmanager.scheduling.clients import Frontend
 from kvmanager.scheduling.requests import Found, Group
-from kvmanager.state import State
 
-MAX_TEXTS = 16  # of which parts have come, and not yet the question
+AboutText = ExplainQuery | PlanQuery | Pin | Evict
+
+MAX_TEXTS = 16  # of a frontend, of which parts have come, and not yet the question
 MANY_EVENTS = 2048  # after so many everything is looked up again
 
 
 class LongText(Group):
     """The one group of a request that is only asked about."""
 
-    __slots__ = ("_found", "_places", "_salt", "_seen")
+    __slots__ = ("_found", "_places", "_seen", "salt", "tenant")
 
-    def __init__(self, salt: bytes, pool: BlockPool) -> None:
+    def __init__(self, cache_salt: str, tenant: str, pool: BlockPool) -> None:
         super().__init__(array("I"), (0,), ())
-        self._salt = salt
+        self.tenant = tenant
+        self.salt = salt_digest(cache_salt, tenant)
         self._found: list[int] = []  # what a lookup found of the first full blocks
         self._places: dict[bytes, int] = {}  # hash → which of those
         self._seen = pool.log.last  # number of the last event that `_found` knows of
@@ -35,7 +38,7 @@ class LongText(Group):
         self.tokens = self.tokens + tokens
         blocks, width = self._blocks, pool.block_size
         packed = self.tokens[len(blocks) * width :].tobytes()
-        blocks += hash_chain(blocks[-1][0] if blocks else pool.root, packed, pool.block_bytes, self._salt)
+        blocks += hash_chain(blocks[-1][0] if blocks else pool.root, packed, pool.block_bytes, self.salt)
         self._look_again(pool)
         while len(self._found) < (len(self.tokens) - 1) // width:
             content = blocks[len(self._found)]
@@ -47,10 +50,25 @@ class LongText(Group):
 
     def lookup(self, pool: BlockPool, salt: bytes) -> Found:
         """As any group's: nothing has happened since the last part was added."""
-        size, reach = pool.block_size, len(self._found)
+        return Found(self._found, *self.below(pool, len(self._found))[1:])
+
+    def below(self, pool: BlockPool, reach: int) -> Found:
+        """What is found after so many full blocks."""
+        size = pool.block_size
         parent = self._blocks[reach - 1][0] if reach else pool.root
         rest = self.tokens[reach * size : min((reach + 1) * size, len(self.tokens) - 1)]
-        return Found(self._found, *pool.children.most_alike(parent + salt, rest.tobytes()))
+        return Found([], *pool.children.most_alike(parent + self.salt, rest.tobytes()))
+
+    def find_next(self, pool: BlockPool, reach: int, count: int) -> list[int]:
+        """At most so many of the full blocks after the first `reach`, as they are found now."""
+        end = min(reach + count, (len(self.tokens) - 1) // pool.block_size)
+        found: list[int] = []
+        for content in self._blocks[reach:end]:
+            block = pool.find(content)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def _look_again(self, pool: BlockPool) -> None:
         log = pool.log
@@ -74,28 +92,47 @@ class LongText(Group):
         del self._found[place:]
 
 
-def take(state: State, frontend: Frontend, part: TextPart) -> None:
-    """Keep it for the question with its number."""
-    key = (frontend.client_id, part.query_id)
-    if state.pool is None:
+def take(frontend: Frontend, part: TextPart, pool: BlockPool | None) -> None:
+    """Keep it for the question with its number, if there is anything to ask about."""
+    if pool is None:
         return
-    text = state.texts.pop(key, None) or LongText(salt_digest(part.cache_salt, part.tenant), state.pool)
+    texts, number = frontend.texts, part.query_id
+    text = texts.pop(number, None) or LongText(part.cache_salt, part.tenant, pool)
     if len(text.tokens) == part.start and part.start + len(part.token_ids) < MAX_PROMPT_TOKENS:
-        text.add(token_array(part.token_ids), state.pool)
-        state.texts[key] = text
-    if len(state.texts) > MAX_TEXTS:
-        state.texts.popitem(last=False)
+        text.add(token_array(part.token_ids), pool)
+        texts[number] = text
+    if len(texts) > MAX_TEXTS:
+        numbers = list(texts)
+        del texts[numbers[first_of_most([text.tenant for text in texts.values()])]]
 
 
-def is_torn(state: State, frontend: Frontend, query: ExplainQuery | PlanQuery) -> bool:
-    """Whether not all of the text has come before the question: an answer would be about another one."""
-    text: LongText | None = state.texts.get((frontend.client_id, query.query_id))
-    return state.pool is not None and query.start != (0 if text is None else len(text.tokens))
+def first_of_most(tenants: list[str]) -> int:
+    """Where the one is first that is there most often: whose things have to give way."""
+    return tenants.index(Counter(tenants).most_common(1)[0][0])
 
 
-def whole(state: State, frontend: Frontend, query: ExplainQuery | PlanQuery) -> LongText | None:
+def is_torn(frontend: Frontend, query: AboutText) -> bool:
+    """Whether not all of the text has come before the question: an answer would be about another one. What
+    has come is dropped then.
+    """
+    text = frontend.texts.get(query.query_id)
+    torn = query.start != (0 if text is None else len(text.tokens))
+    if torn:
+        frontend.texts.pop(query.query_id, None)
+    return torn
+
+
+def whole(frontend: Frontend, query: ExplainQuery | PlanQuery, pool: BlockPool | None) -> LongText | None:
     """The text of the question, if parts of it have come before."""
-    text: LongText | None = state.texts.pop((frontend.client_id, query.query_id), None)
-    if text is not None and state.pool is not None:
-        text.add(token_array(query.token_ids), state.pool)
+    text = frontend.texts.pop(query.query_id, None)
+    if text is not None and pool is not None:
+        text.add(token_array(query.token_ids), pool)
+    return text
+
+
+def of_command(frontend: Frontend, command: Pin | Evict, pool: BlockPool) -> LongText:
+    """The text of the command, be it long or short."""
+    text = frontend.texts.pop(command.query_id, None)
+    text = text or LongText(command.cache_salt, command.tenant, pool)
+    text.add(token_array(command.token_ids), pool)
     return text

@@ -18,7 +18,7 @@ from kvmanager.state import State
 
 def plan(state: State, frontend: Frontend, query: PlanQuery, now: float) -> PlanAnswer:
     """Changes nothing."""
-    text = long_text.whole(state, frontend, query)
+    text = long_text.whole(frontend, query, state.pool)
     try:
         request = submissions.accept(state, frontend, as_submit(query, text, now), now)
     except submissions.Refusal as refusal:
@@ -40,8 +40,10 @@ def answer(
 ) -> PlanAnswer:
     """In words and numbers, without those of other tenants."""
     ahead = [each for each in state.waiting if each.awaited is None and each.order < request.order]
-    hits = list(dict.fromkeys(block for each in found.found for block in each.blocks))
     first = found.found[0]
+    hits = first.blocks  # which may be many
+    if len(found.found) > 1:
+        hits = list(dict.fromkeys(block for each in found.found for block in each.blocks))
     promote = len(decision.copies.missing) if decision.copies is not None else 0
     outcome: Outcome = "wait_for_turn" if ahead else decision.outcome
     evicted = [] if ahead else evictions(state, pool, decision, found, hits)

@@ -3,10 +3,13 @@
 from kvmanager.messages.introspection import At, HolderInfo
 from kvmanager.messages.sampling_params import Message
 
+MAX_COUNTED = 8192  # blocks in use
+
 
 class Evict(Message, frozen=True, tag=True):
     """Evict what is cached of a prefix (its last full block and all that follow; no tokens: all) under a
-    salt. What is in use stays. It is done in parts: say it again while `more`.
+    salt. What is in use stays. It is done in parts: say it again while `more`; instead of the tokens, with
+    the `prefix` of the answer, if it has one.
     """
 
     query_id: int
@@ -14,6 +17,8 @@ class Evict(Message, frozen=True, tag=True):
     cache_salt: str = ""
     all_salts: bool = False  # with no tokens and no salt: of every salt (of the tenant, if one is given)
     tenant: str = ""
+    start: int = 0  # as of TextPart
+    prefix: bytes = b""  # hash of that last full block, instead of the tokens
 
 
 class Clear(Message, frozen=True, tag=True):
@@ -33,8 +38,12 @@ class Cleared(Message, frozen=True, tag=True):
     query_id: int
     at: At
     evicted: int = 0  # blocks that this message has forgotten, in the pool and the tier
-    in_use: int = 0  # blocks that stay because someone holds them, of all messages of this command so far
+    in_use: int = 0
+    """Blocks that stay because someone holds them, of all messages of this command so far. If it was refused,
+    no more than MAX_COUNTED are counted.
+    """
     blockers: tuple[HolderInfo, ...] = ()
     more: bool = False
     code: str = ""
     message: str = ""
+    prefix: bytes = b""  # of an Evict: what stands for its tokens when it is said again

@@ -52,9 +52,9 @@ MAX_PART = 2048  # tokens of one message
 
 
 class TextPart(Message, frozen=True, tag=True):
-    """The tokens with which the text of the question `query_id` begins, which comes later and has the
-    rest: at least one, and few, as it has the work of the answer. A text of more than MAX_PART comes so, all
-    parts in order; `start` is how many of its tokens have come before. There is no answer, and none to a
+    """The tokens with which the text of the question or command `query_id` begins, which comes later and has
+    the rest: at least one, and few, as it has the work of the answer. A text of more than MAX_PART comes so,
+    all parts in order; `start` is how many of its tokens have come before. There is no answer, and none to a
     question of whose parts the manager has dropped one, as too many were asked at once.
     """
 

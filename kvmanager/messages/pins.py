@@ -4,7 +4,9 @@ from kvmanager.messages.sampling_params import Message
 
 
 class Pin(Message, frozen=True, tag=True):
-    """Keep what is cached of these tokens from being evicted. One of the same name is replaced."""
+    """Keep what is cached of these tokens from being evicted. One of the same name is replaced. A large pin
+    takes its blocks in parts, and the answer comes when it has them all, or none.
+    """
 
     query_id: int
     name: str  # 1 to MAX_ID_CHARS characters
@@ -12,6 +14,7 @@ class Pin(Message, frozen=True, tag=True):
     cache_salt: str
     ttl: float  # seconds
     tenant: str = ""  # whose pin it is: names are per tenant, and so is what is cached
+    start: int = 0  # as of TextPart
 
 
 class Unpin(Message, frozen=True, tag=True):

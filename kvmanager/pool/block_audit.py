@@ -120,7 +120,7 @@ def _holdings(state: State) -> Iterator[tuple[Holder, Collection[int]]]:
         yield sequence, sequence.table
         if sequence.source is not None:
             yield sequence, (sequence.source,)
-    for pin in state.pins.by_name.values():
+    for pin in state.pins.holders():
         yield pin, pin.blocks
     for quarantine in state.quarantines.values():
         yield quarantine, quarantine.blocks

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from kvmanager.pool.block_pool import CACHED, BlockPool
-from kvmanager.pool.hashing import NO_SALT, token_array
-from kvmanager.scheduling.requests import Group
+from kvmanager.pool.hashing import NO_SALT
 from kvmanager.tier.tiering import Comeback, Demoter
 from kvmanager.tier.tiers import Tier
 
-Step = Literal["look", "evicted", "in_use"]
+Step = Literal["look", "evicted", "in_use", "pause"]
 
+MANY = 8192  # blocks
 LOOKS = 4  # blocks or slots that count as one look, where most are passed over
 
 
@@ -29,7 +29,10 @@ def forget_salts(
         elif block % LOOKS == 0:
             yield "look"
     for salt in [salt for salt in pool.of_salt if wanted(salt)]:
-        for block in list(pool.of_salt.get(salt, ())):
+        blocks = list(pool.of_salt.get(salt, ()))
+        if len(blocks) > MANY:
+            yield "pause"  # this alone took its time
+        for block in blocks:
             if block in pool.of_salt.get(salt, ()):
                 yield forget_block(pool, block, force)
     if tier is not None:
@@ -58,17 +61,17 @@ def forget_block(pool: BlockPool, block: int, force: bool = False) -> Step:
 
 
 def forget_prefix(
-    pool: BlockPool, tier: Tier | None, salt: bytes, token_ids: tuple[int, ...]
+    pool: BlockPool, tier: Tier | None, salt: bytes, prefix: bytes, short: bytes
 ) -> Iterator[Step]:
-    """The last full block of these tokens and all that follow it; of a shorter text, all that begin so."""
-    group = Group(token_array(token_ids), (0,), ())
-    full = group.blocks(pool, salt)
-    first = [full[-1][0]] if full else beginning(pool, salt, group.tokens.tobytes())
+    """The block with the hash `prefix` and all that follow it; without one, all that begin with the packed
+    tokens `short`.
+    """
+    first = [prefix] if prefix else beginning(pool, salt, short)
     stack, seen = list(first), set(first)
     while stack:
         digest = stack.pop()
         for block in pool.index.blocks(digest):
-            if block in pool.index.blocks(digest):
+            if block in pool.index.blocks(digest) and pool.salt[block] == salt:
                 yield forget_block(pool, block)
         for _, child in list(pool.children.of(digest + salt)):
             below = pool.block_hash[child]
@@ -77,8 +80,7 @@ def forget_prefix(
                 stack.append(below)
             yield "look"
     if tier is not None:
-        short = b"" if full else group.tokens.tobytes()
-        yield from forget_below(tier, salt, seen, pool.root if short else b"", short)
+        yield from forget_below(tier, salt, seen, pool.root, short)
 
 
 def beginning(pool: BlockPool, salt: bytes, tokens: bytes) -> list[bytes]:

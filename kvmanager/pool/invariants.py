@@ -69,13 +69,17 @@ def _tier(state: State) -> Iterator[str]:
 def _pins(state: State, pool: BlockPool) -> Iterator[str]:
     """Pins are within their budget, and every live request fits beside them."""
     pins = state.pins
-    if pins.uses != Counter(block for pin in pins.by_name.values() for block in pin.blocks):
+    if pins.uses != Counter(block for pin in pins.holders() for block in pin.blocks):
         yield "the blocks counted as pinned are not those of the pins"
-    if len(pins.uses) > pins.budget(pool):
-        yield f"{len(pins.uses)} blocks are pinned and {pins.budget(pool)} may be"
-    if pins.uses and largest_request(state) > pins.usable(pool):
+    for tenant in {pin.tenant for pin in pins.by_key.values()} | pins.counts.keys():
+        own = len({block for pin in pins.by_key.values() if pin.tenant == tenant for block in pin.blocks})
+        if own != pins.counts[tenant] or own > pins.budget(pool, tenant):
+            yield f"{own} blocks are pinned for {tenant!r}, and {pins.counts[tenant]} are counted"
+    if pins.total != pins.counts.total() or pins.total > pins.budget(pool):
+        yield f"{pins.total} blocks are pinned and {pins.budget(pool)} may be"
+    if pins.total and largest_request(state) > pins.usable(pool):
         yield f"a request of {largest_request(state)} blocks does not fit beside the pins"
-    for key, pin in pins.by_name.items():
+    for key, pin in pins.by_key.items():
         if pin.key != key or not pin.blocks or any(pool.state[block] != SEALED for block in pin.blocks):
             yield f"{pin.describe()} is kept as {key!r} or holds a block that is not sealed"
 

@@ -104,7 +104,7 @@ def why_it_never_fits(state: State, request: Request) -> str:
         size = state.pool.block_size
         needed = most_blocks(request, size)
         if needed > state.pins.usable(state.pool):
-            pins = len(state.pins.uses)
+            pins = state.pins.total
             pinned = "" if not pins else "some are pinned" if submit.tenant else f"{pins} are pinned"
             return (
                 f"the request needs {needed} blocks of {size} tokens ({num_prompt} prompt tokens, "

@@ -7,9 +7,11 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from kvmanager.pool.ledger import Holder
-from kvmanager.protocol import BlockRef, Directives, FrontendHello, RunnerHello, Start
+from kvmanager.protocol import BlockRef, Clear, Directives, Evict, FrontendHello, RunnerHello, Start
 
 if TYPE_CHECKING:
+    from kvmanager.asking.commands import Sweep
+    from kvmanager.asking.long_text import LongText
     from kvmanager.scheduling.requests import ActiveStart, Request
 
 OWNER_TAG_BYTES = 8
@@ -27,7 +29,7 @@ class Frontend:
     the others.
     """
 
-    __slots__ = ("client_id", "gone", "hello", "requests", "touched")
+    __slots__ = ("client_id", "gone", "hello", "requests", "sweeps", "texts", "touched")
 
     def __init__(self, client_id: int, hello: FrontendHello) -> None:
         self.client_id = client_id
@@ -35,6 +37,10 @@ class Frontend:
         self.touched = False  # its process has sent something under this session
         self.requests: dict[str, Request] = {}
         self.gone: OrderedDict[str, int] = OrderedDict()  # request_id → 2 · attempt + whether it was counted
+        self.sweeps: OrderedDict[Evict | Clear, Sweep] = OrderedDict()
+        """Commands that are done in part: see `commands`."""
+        self.texts: OrderedDict[int, LongText] = OrderedDict()
+        """Beginnings of texts that are asked about, by question: see `long_text`."""
 
     def remember(self, request_id: str, attempt: int, counted: bool) -> None:
         """This attempt is over. A number is kept of it, as many are kept and most are never asked for."""

@@ -10,7 +10,7 @@ Up: a request whose next blocks are in the tier gets blocks for them, and starts
 after `MAX_WAIT` without them. A block is found only after its copy's checksum was good.
 """
 
-from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from kvmanager.asking.event_log import NOBODY, Asker
@@ -114,7 +114,7 @@ class Tiering:
     # --- up ---------------------------------------------------------------------------------------------
 
     def copies_for(
-        self, pool: BlockPool, request: Request, hits: Iterable[list[int]], now: float
+        self, pool: BlockPool, request: Request, hits: list[list[int]], now: float
     ) -> Copies | None:
         """What `request`, for which there is room, shall wait for from the tier; None: for nothing. `hits`:
         what each of its groups finds in the pool. Changes nothing.
@@ -141,20 +141,21 @@ class Tiering:
         while not comeback.pending and comeback.blocks:
             pool.release(comeback.blocks.pop(), comeback)
 
-    def _missing(self, pool: BlockPool, request: Request, hits: Iterable[list[int]]) -> Copies:
+    def _missing(self, pool: BlockPool, request: Request, hits: list[list[int]]) -> Copies:
         missing: dict[bytes, None] = {}
-        found: dict[int, None] = {}
+        between: list[int] = []
         for group, blocks in zip(request.groups, hits, strict=True):
-            found.update(dict.fromkeys(blocks))
             for content in group.findable(pool, request.salt)[len(blocks) :]:
                 block = pool.find(content)
                 if block is not None:
-                    found[block] = None
+                    between.append(block)
                 elif self.tier.find(content):
                     missing[content[0]] = None
                 else:
                     break
-        return Copies(list(missing), list(found))
+        if not missing:
+            return Copies([], [])  # what is found may be much, and is of no use then
+        return Copies(list(missing), list(dict.fromkeys(chain(*hits, between))))
 
     def _worth_it(self, request: Request, num_blocks: int, block_size: int, now: float) -> bool:
         if any(now - comeback.began_at >= MAX_WAIT for comeback in self.comebacks.values()):

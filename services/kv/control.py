@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -20,7 +19,6 @@ from kvmanager.protocol import (
     EventsPage,
     EventsQuery,
     Evict,
-    Query,
     RequestsPage,
     RequestsQuery,
     SamplingParams,
@@ -89,25 +87,19 @@ class ControlRoutes:
         if not (body.all or about_text or body.cache_salt is not None):
             raise invalid("prompt", "give `prompt` or `messages`, or `cache_salt`, or `all`: true")
         tokens = await prompt_tokens(self._context.model, body) if about_text else ()
-        query = partial(
-            Evict,
-            token_ids=tokens,
-            cache_salt=body.cache_salt or "",
-            all_salts=bool(body.all),
-            tenant=tenant,
-        )
-        return await self._until_done(query)
+        salt = body.cache_salt or ""
+        return await self._until_done(Evict(0, tokens, salt, all_salts=bool(body.all), tenant=tenant))
 
     async def clear(self, request: Request) -> Response:
         tenant = observer(request, self._config).tenant
         body = await decode_request(request, _clear, self._config)
-        return await self._until_done(partial(Clear, force=bool(body.force), tenant=tenant))
+        return await self._until_done(Clear(0, bool(body.force), tenant))
 
-    async def _until_done(self, command: Callable[[int], Query]) -> Response:
+    async def _until_done(self, command: Evict | Clear) -> Response:
         """In pieces, as the manager does it."""
         evicted, end = 0, time.monotonic() + EVICT_SECONDS
         while True:
-            done = await ask(self._backend, command, Cleared)
+            done = await ask(self._backend, partial(_numbered, command), Cleared)
             evicted += done.evicted
             if done.code:
                 return refusal(done)
@@ -116,10 +108,16 @@ class ControlRoutes:
             if time.monotonic() >= end:
                 text = f"not done after {EVICT_SECONDS:g} s, {evicted} blocks are evicted; ask again to go on"
                 raise from_pagekeeper(PagekeeperError("manager_absent", text, RETRY_AFTER))
+            if done.prefix:
+                command = msgspec.structs.replace(command, token_ids=(), prefix=done.prefix)
         answer = answers.EvictAnswer(
             boot_id=done.at.boot_id, sequence=done.at.sequence, evicted=evicted, in_use=done.in_use
         )
         return reply(answer)
+
+
+def _numbered(command: Evict | Clear, query_id: int) -> Evict | Clear:
+    return msgspec.structs.replace(command, query_id=query_id)
 
 
 def refusal(done: Cleared) -> Response:

@@ -37,6 +37,7 @@ PAGE: Final = 256  # events of one look
 CHUNK: Final = 1024  # blocks of one event of a snapshot
 MAX_FOLLOWERS: Final = 64  # of one frontend
 MAX_OWN_FOLLOWERS: Final = 16  # of those, a tenant's
+KEPT_PLACES: Final = 8  # of those, an admin's alone
 _ID = re.compile(r"([0-9A-Za-z_-]{1,64}):(\d{1,15})")
 
 
@@ -59,10 +60,11 @@ class EventsRoute:
         since = read_id(request.headers.get("last-event-id", ""))
         query = partial(EventsQuery, limit=1, tenant=tenant)
         now = (await ask(self._context.backend, query, EventsPage)).at
-        most = MAX_OWN_FOLLOWERS if tenant else MAX_FOLLOWERS
         # nothing waits from here until it is counted: many come at once
-        if self._followers[tenant] >= most or self._followers.total() >= MAX_FOLLOWERS:
-            message = f"{most} clients follow the events of this frontend, its limit"
+        total, own = self._followers.total(), self._followers[tenant]
+        if total >= MAX_FOLLOWERS or (tenant and own >= own_places(MAX_FOLLOWERS - total)):
+            whose = f"{own} with this key" if tenant else f"{total}"
+            message = f"{whose} clients follow the events of this frontend; there is no room for more"
             raise ApiError(429, message, code="too_many_followers", headers={"retry-after": "5"})
         if request.method == "HEAD":
             return Response(headers={name.decode(): value.decode() for name, value in SSE_HEADERS})
@@ -72,6 +74,13 @@ class EventsRoute:
 
     def count(self, tenant: str, change: int) -> None:
         self._followers[tenant] += change
+
+
+def own_places(free: int) -> int:
+    """So many a tenant may have while so many are free: the fewer they are, the fewer, so that some are left
+    for who has none yet.
+    """
+    return min(MAX_OWN_FOLLOWERS, free - KEPT_PLACES)
 
 
 def read_id(text: str) -> At | None:

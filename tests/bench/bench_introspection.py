@@ -3,18 +3,20 @@
 
     python -m tests.bench.bench_introspection [--blocks 100000]
 
-What counts is one message: decoding it, the core's handling, the records that it makes the daemon write,
-and encoding the answer, in processor time. The limit is 2 ms. The collector of garbage is set as there.
+What counts is one message or tick: decoding it, the core's handling, the records and pins that it makes the
+daemon write, and encoding the answer, in processor time. The limit is 2 ms. The collector of garbage is set
+as there.
 """
 
 import argparse
 import gc
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kvmanager import records
+from kvmanager import pin_file, records
 from kvmanager.__main__ import COLLECT_AFTER
 from kvmanager.core import Core
 from kvmanager.pool.block_pool import BlockPool
@@ -46,11 +48,12 @@ from kvmanager.protocol import (
     StepReport,
     Submit,
     ToManager,
+    Unpin,
     Welcome,
     decode_to_manager,
     encode,
 )
-from kvmanager.state import Policy
+from kvmanager.state import Effects, Policy
 from kvmanager.tier.tiers import Content, Tier
 from services.backend import in_parts
 
@@ -65,10 +68,12 @@ EXPLAINED = (8192, 32768, 131072)  # tokens
 class Filled:
     """A core whose pool is full."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, directory: str) -> None:
         self.random = random.Random(1)
         self.num_blocks = num_blocks
-        self.core = Core("bench", "/pool", Policy(watermark=0.0), 0.0)
+        self.directory = directory
+        self.refused = 0  # commands
+        self.core = Core("bench", "/pool", Policy(watermark=0.0, tenant_pin_budget=0.25), 0.0)
         self.core.attach(BlockPool(num_blocks, LAYOUT), tier=Tier(num_blocks, self.kept(num_blocks)))
         runner = RunnerHello(PROTOCOL_VERSION, "runner", "runner", LAYOUT, SEQUENCES, 1 << 20)
         frontend = FrontendHello(PROTOCOL_VERSION, "frontend", "frontend", "ipc:///tokens")
@@ -97,11 +102,18 @@ class Filled:
         return answer.session.client_id
 
     def call(self, client: int, message: ToManager) -> list[Any]:
-        effects = self.core.handle(1.0, client, message)
+        return self.carry_out(self.core.handle(1.0, client, message))
+
+    def carry_out(self, effects: Effects) -> list[Any]:
+        """As the daemon does it. The answers."""
         pool = self.core.state.pool
         assert pool is not None
         for block in effects.records:
             records.pack(pool.record(block), BLOCK_SIZE)
+        if effects.pins:
+            pin_file.write(self.directory, effects.pins)
+        for _, answer in effects.messages:
+            encode(answer)
         return [answer for _, answer in effects.messages]
 
     def run(self, name: str, prompt: list[int], end: bool) -> None:
@@ -116,22 +128,31 @@ class Filled:
         self.call(self.runner, report)
 
     def ask(self, question: Query) -> float:
-        """Milliseconds of the longest of its messages, without those of the tick before."""
-        times = []
+        """Milliseconds of the longest of its messages, and of the ticks until its answer has come."""
+        times: list[float] = []
         for data in [encode(message) for message in in_parts(question)]:
-            self.core.tick(1.0)
-            began = time.thread_time()
-            answers = self.call(self.frontend, decode_to_manager(data))
-            for answer in answers:
-                encode(answer)
-            times.append((time.thread_time() - began) * 1e3)
+            self.timed(times, None)
+            answers = self.timed(times, data)
+        while not answers:
+            answers = self.timed(times, None)
+        self.refused += bool(getattr(answers[0], "code", ""))
         return max(times)
+
+    def timed(self, times: list[float], data: bytes | None) -> list[Any]:
+        """The answers to a message, or of a tick."""
+        core, began = self.core, time.thread_time()
+        answers = self.carry_out(
+            core.tick(1.0) if data is None else core.handle(1.0, self.frontend, decode_to_manager(data))
+        )
+        times.append((time.thread_time() - began) * 1e3)
+        return answers
 
 
 def questions(filled: Filled) -> dict[str, Callable[[], Iterator[Query]]]:
     """Each as often as it takes to see all of it."""
     size, last = filled.num_blocks, filled.core.state.at().sequence
     texts = {size: tuple(filled.prompts[-1][:size]) for size in EXPLAINED}
+    other = tuple(filled.prompts[4])
     new = tuple(filled.prompt(EXPLAINED[-1]))
     every, some = range(0, size, MAX_PAGE), range(0, size, 256 * 8)
     oldest = max(last - 65536, 0)
@@ -165,12 +186,22 @@ def questions(filled: Filled) -> dict[str, Callable[[], Iterator[Query]]]:
             f"pin {size} tokens": lambda size=size: iter([Pin(1, "p", texts[size], "", 60.0, TENANT)] * 20)
             for size in EXPLAINED
         },
+        "pin the same, and another": lambda: iter(
+            [Pin(1, name, texts[EXPLAINED[-1]], "", 60.0, TENANT) for name in "qr"] * 10
+        ),
+        "replace by another text": lambda: iter(
+            [Pin(1, "p", text, "", 60.0, TENANT) for text in (other, texts[EXPLAINED[-1]])] * 10
+        ),
+        "stats beside pins": lambda: iter([StatsQuery(1)] * 20),
+        "unpin": lambda: iter([Unpin(1, name, TENANT) for name in "pqr"]),
         **{
             f"evict {size} tokens": lambda size=size: iter([Evict(1, texts[size], tenant=TENANT)] * 20)
             for size in EXPLAINED
         },
         "evict a prefix": lambda: iter([Evict(1, filled_prefix(filled), tenant=TENANT)] * 40),
+        "clear, refused": lambda: iter([Clear(1)] * 20),
         "clear a tenant": lambda: iter([Clear(1, False, TENANT)] * 100),
+        "pin before a clear": lambda: iter([Pin(1, "p", texts[EXPLAINED[-1]][:60000], "", 60.0, TENANT)]),
         "clear by force": lambda: iter([Clear(1, True)] * 1500),
     }
 
@@ -183,16 +214,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=100_000)
     arguments = parser.parse_args()
-    filled = Filled(arguments.blocks)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        measure(Filled(arguments.blocks, directory))
+
+
+def measure(filled: Filled) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER)
-    print(f"{arguments.blocks} blocks, {SEQUENCES} sequences, events to {filled.core.state.at().sequence}")
+    filled.core.handle(1.0, filled.frontend, EventsQuery(1, tenant=TENANT))
+    for _ in range(100):  # until all events so far were looked at
+        filled.core.tick(1.0)
+    print(f"{filled.num_blocks} blocks, {SEQUENCES} sequences, events to {filled.core.state.at().sequence}")
     for name, ask in questions(filled).items():
+        refused = filled.refused
         times = sorted(filled.ask(message) for message in ask())
         middle, longest = times[len(times) // 2], times[-1]
         mark = "" if longest <= LIMIT else f"  more than {LIMIT:g} ms"
-        print(f"{name:<24}{len(times):>6} times   median {middle:6.3f} ms   longest {longest:6.3f} ms{mark}")
+        mark += f"  {filled.refused - refused} refused" if filled.refused > refused else ""
+        print(f"{name:<26}{len(times):>6} times   median {middle:6.3f} ms   longest {longest:6.3f} ms{mark}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal
 
+import msgspec
+
 from kvmanager.protocol import (
     MAX_PAGE,
+    MAX_PART,
     AuditPage,
     AuditQuery,
     BlocksPage,
@@ -27,6 +30,7 @@ from kvmanager.protocol import (
     TextPart,
 )
 from kvmanager.state import State
+from services.backend import in_parts
 from tests.kvmanager.fake_clients import FakeFrontend
 from tests.kvmanager.scene import Scene
 from tests.kvmanager.world import World
@@ -42,8 +46,11 @@ class Asker:
         self._client = client
         self.between: Callable[[], object] = lambda: None
 
-    def ask(self, message: Query) -> Any:
-        """The answer. The frontend must have a session."""
+    def ask(self, message: Query, part: int = MAX_PART) -> Any:
+        """The answer; a longer text comes in parts of so many tokens. The frontend must have a session."""
+        *parts, message = in_parts(message, part)
+        for each in parts:
+            self.tell(each)
         place, client = self._place, self._client
         if isinstance(client, int):
             client_id = client
@@ -51,7 +58,9 @@ class Asker:
             assert client.session is not None
             client_id = client.session[1]
         effects = place.core.handle(place.now, client_id, message)
-        (answer,) = (each for _, each in effects.messages if getattr(each, "query_id", None) is not None)
+        (answer,) = (
+            each for _, each in effects.messages if getattr(each, "query_id", None) == message.query_id
+        )
         effects.messages = [pair for pair in effects.messages if pair[1] is not answer]
         if isinstance(place, Scene):
             place.take(effects)
@@ -69,7 +78,7 @@ class Asker:
         answer: Explanation = self.ask(ExplainQuery(1, tuple(tokens[start:]), salt, tenant, start))
         return answer
 
-    def tell(self, message: TextPart) -> None:
+    def tell(self, message: Query) -> None:
         """What has no answer. It is left out where the frontend has lost its session."""
         place, client = self._place, self._client
         if isinstance(place, Scene):
@@ -93,11 +102,13 @@ class Asker:
     def _to_the_end(self, message: Evict | Clear) -> tuple[int, int]:
         evicted = 0
         for _ in range(1000):
-            done: Cleared = self.ask(message)
+            done: Cleared = self.ask(message, part=3)
             assert not done.code, done
             evicted += done.evicted
             if not done.more:
                 return evicted, done.in_use
+            if done.prefix:
+                message = msgspec.structs.replace(message, token_ids=(), prefix=done.prefix)
         raise AssertionError("it does not end")
 
     def blocks(self, page: int = MAX_PAGE, tenant: str = "", tier: Any = "pool") -> list[BlocksPage]:

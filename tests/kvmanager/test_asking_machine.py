@@ -282,7 +282,7 @@ class AskingMachine(TieringMachine):
         }
         states, hashes = pool.state[:], list(pool.block_hash)
         self.world.commanded = True
-        done: Cleared = asker.ask(Evict(1, tuple(prompt), salt, tenant=tenant))
+        done: Cleared = asker.ask(Evict(1, tuple(prompt), salt, tenant=tenant), part=1 + index * 3)
         self.seen["evicted by a command"] += bool(done.evicted)
         self.seen["not evicted, as in use"] += bool(done.in_use)
         self.world.forget()

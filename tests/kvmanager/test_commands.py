@@ -7,8 +7,9 @@ import pytest
 
 from kvmanager.asking import commands
 from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, SEALED, BlockPool
-from kvmanager.protocol import Clear, Cleared, Evict, Pin, Progress, StepReport
+from kvmanager.protocol import Clear, Cleared, Evict, Pin, Progress, StepReport, TextPart
 from kvmanager.restore import restore_pool
+from kvmanager.scheduling.clients import Frontend
 from kvmanager.tier.tiers import Tier
 from tests.kvmanager.asking import TENANTS, Asker
 from tests.kvmanager.fake_clients import BLOCK_SIZE, LAYOUT, submission
@@ -81,7 +82,7 @@ def test_a_forced_clear_leaves_blocks_to_those_who_use_them() -> None:
     last = scene.core.state.at().sequence
     assert scene.asker.clear(force=True) == (1, 2)
     assert [e.kind for e in scene.asker.events("boot", last).events] == [*["removed"] * 3, "cleared"]
-    assert not scene.core.state.pins.by_name
+    assert not scene.core.state.pins.by_key
     assert scene.pool.counts[SEALED] == 2
     assert cached(scene, TEXT) == 0
     scene.send(scene.worker, StepReport(progress=(Progress(start.start_id, 0, (2, 3, 4), 12),)))
@@ -125,7 +126,42 @@ def test_it_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         other.ask(Evict(3, (number,)))
         scene.run(scene.client, scene.worker, submission(f"n{number}", [number] * 4, max_tokens=1))
         other.ask(Evict(3, tuple([number] * 4)))
-    assert len(scene.core.state.sweeps) <= commands.MAX_SWEEPS
+    sweeps = [client.sweeps for client in scene.core.state.clients.values() if isinstance(client, Frontend)]
+    assert max(map(len, sweeps)) == commands.MAX_SWEEPS
+
+
+def test_a_long_text_comes_once_and_its_hash_stands_for_it_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "MAX_COST", 8)
+    scene = AskedScene()
+    for number in range(3):
+        scene.run(scene.client, scene.worker, submission(f"n{number}", [*LONG, *[number] * 4], max_tokens=1))
+    tokens = tuple(LONG[:8])
+    first: Cleared = scene.asker.ask(Evict(1, tokens), part=3)
+    assert (first.evicted, first.more) == (1, True)
+    assert scene.asker.ask(Evict(2, tokens)).evicted == 1, "the same, all at once, goes on"
+    for whose in ({"cache_salt": "s"}, {"tenant": TENANTS[0]}):
+        assert scene.asker.evict(prefix=first.prefix, **whose) == (0, 0)
+    assert scene.asker.evict(prefix=first.prefix) == (4, 0)
+    assert cached(scene, LONG) == 4
+
+
+def test_a_torn_text_is_no_command() -> None:
+    """Nothing is done, as it would be about another text; the next one is none of it."""
+    scene = AskedScene()
+    part, rest = tuple(TEXT[:4]), tuple(TEXT[4:])
+    for message in (
+        Pin(1, "p", rest, "", 10.0, start=4),
+        Evict(2, rest, start=4),
+        TextPart(3, part),
+        Evict(3, rest, start=3),
+        TextPart(4, rest, start=4),
+        Pin(4, "p", part, "", 10.0, start=10),
+    ):
+        scene.received(scene.client)
+        scene.send(scene.client, message)
+        assert not scene.received(scene.client)
+    assert scene.core.state.counters.dropped_messages == 4
+    assert scene.asker.evict(token_ids=tuple(TEXT)) == (2, 0)
 
 
 def test_before_all_of_an_earlier_start_are_heard_of_nothing_is_forgotten() -> None:

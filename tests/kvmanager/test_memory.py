@@ -57,3 +57,13 @@ def test_where_nothing_is_known_nothing_is_said(top: Path) -> None:
     assert memory.available_for(Path("/dev/shm"), top) is None
     (top / "proc/meminfo").unlink()
     assert memory.available_for(Path("/dev/shm"), top) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("mounts", "odd"), ("mounts", "none relative tmpfs"), ("cgroup", "odd"), ("cgroup", "0::/g")],
+)
+def test_what_has_another_form_than_the_kernels_is_not_known(top: Path, file: str, text: str) -> None:
+    group(top / "sys/fs/cgroup/g", memory_max="much", memory_current=1, memory_stat="")
+    (top / "proc/self" / file).write_text(f"{text}\n")
+    assert memory.available_for(Path("/dev/shm"), top) is None

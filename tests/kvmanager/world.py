@@ -12,7 +12,7 @@ from kvmanager.pool.block_pool import BlockPool
 from kvmanager.pool.invariants import audit
 from kvmanager.protocol import Directives, Start, StepReport, Submit, Welcome
 from kvmanager.restore import restore_pool
-from kvmanager.scheduling.pins import SavedPin
+from kvmanager.scheduling.pins import PinKey, SavedPin
 from kvmanager.scheduling.requests import StartState
 from kvmanager.state import Effects, Policy
 from tests.kvmanager.fake_clients import (
@@ -45,7 +45,7 @@ class World:
         self.unsent: dict[str, list[tuple[int, tuple[str, tuple[int, ...]]]]] = {}
         self.salts: dict[tuple[str, str], tuple[str, bool]] = {}
         self.commanded = False  # Evict or Clear was said
-        self.saved_pins: list[SavedPin] = []
+        self.saved_pins: dict[PinKey, SavedPin | None] = {}
         pool = BlockPool(num_blocks, LAYOUT, EventLog(RING))
         self.records = [records.pack(pool.record(block), BLOCK_SIZE) for block in range(num_blocks)]
         self.boot(pool, (), ())
@@ -77,7 +77,7 @@ class World:
         read = [records.unpack(record, BLOCK_SIZE) for record in self.records]
         survivors = tuple(self.processes)
         self.boot(*restore_pool(LAYOUT, read, survivors, EventLog(RING)), survivors)
-        self.core.restore_pins(self.now, self.saved_pins)
+        self.core.restore_pins(self.now, [pin for pin in self.saved_pins.values() if pin is not None])
         self.carry_out(self.core.tick(self.tick()))
 
     def wait(self, seconds: float) -> None:
@@ -116,8 +116,7 @@ class World:
         self.forget()
         for block in effects.records:
             self.records[block] = records.pack(pool.record(block), BLOCK_SIZE)
-        if effects.pins is not None:
-            self.saved_pins = effects.pins
+        self.saved_pins.update(effects.pins)
         directives = [message for _, message in effects.messages if isinstance(message, Directives)]
         for message in directives:
             for block, _ in message.credits:

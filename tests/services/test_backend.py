@@ -14,7 +14,10 @@ from kvmanager.client import socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_PART,
+    Evict,
     ExplainQuery,
+    Pin,
+    PlanQuery,
     SamplingParams,
     TextPart,
     TokenBatch,
@@ -197,10 +200,13 @@ def test_noise_on_the_token_socket_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("length", [1, MAX_PART, MAX_PART + 1, 2 * MAX_PART, 2 * MAX_PART + 1])
-def test_a_long_text_is_asked_about_in_parts(length: int) -> None:
+@pytest.mark.parametrize("kind", [ExplainQuery, PlanQuery, Pin, Evict])
+def test_a_long_text_is_asked_about_in_parts(length: int, kind: Any) -> None:
     tokens = list(range(length))
-    sent: list[Any] = [*in_parts(ExplainQuery(7, tuple(tokens), "salt", "aa" * 16))]
-    assert [type(each) for each in sent] == [*[TextPart] * (len(sent) - 1), ExplainQuery]
+    more = {PlanQuery: {"max_tokens": 1}, Pin: {"name": "p", "ttl": 1.0}}.get(kind, {})
+    query = kind(query_id=7, token_ids=tuple(tokens), cache_salt="salt", tenant="aa" * 16, **more)
+    sent: list[Any] = [*in_parts(query)]
+    assert [type(each) for each in sent] == [*[TextPart] * (len(sent) - 1), kind]
     assert [token for each in sent for token in each.token_ids] == tokens
     assert (len(sent) > 1) == (length > MAX_PART)
     lengths = [len(each.token_ids) for each in sent]

@@ -16,7 +16,7 @@ import pytest
 from services.auth import tenant_of
 from services.kv import events
 from services.kv.collect import FRESH, Collector
-from services.kv.events import MAX_FOLLOWERS, Follower
+from services.kv.events import KEPT_PLACES, MAX_FOLLOWERS, Follower, own_places
 from tests.services.fake_cache import FakeCache
 from tests.services.fake_stack import Stack, wait_until
 from tests.services.test_frontend_process import alive, free_port, start
@@ -227,6 +227,18 @@ def test_followers_that_come_all_at_once_are_limited_too(
             return sorted(answer.status_code for answer in await asyncio.gather(*streams))
 
     assert asyncio.run(follow_all()) == [200] * 2 + [429] * 10
+
+
+def test_tenants_leave_room_for_each_other_and_for_an_admin() -> None:
+    free, places = MAX_FOLLOWERS, []
+    for _ in range(8):
+        own = 0
+        while own < own_places(free):
+            own, free = own + 1, free - 1
+        places.append(own)
+    assert places[:5] == [16, 16, 12, 6, 3]
+    assert all(places[:6])
+    assert free >= KEPT_PLACES
 
 
 def test_a_wrong_last_event_id_is_named(stack: Stack) -> None:

@@ -16,6 +16,7 @@ from kvmanager.protocol import (
     FrontendHello,
     Pin,
     PinsAnswer,
+    Query,
     SamplingParams,
     StatsQuery,
     Submit,
@@ -23,6 +24,7 @@ from kvmanager.protocol import (
     Welcome,
     decode_token_batch,
 )
+from services.backend import in_parts
 from services.tracker import MAX_LOSSES, Effects, Output, Request, Tracker
 from tests.sim.model import Text, searched, undisturbed
 from tests.sim.network import TokenPipe
@@ -71,7 +73,7 @@ class Frontend(Process):
             str, tuple[float, Pin | Unpin]
         ] = {}  # by name, not answered yet; and when it was sent
         self._queries = 0
-        self._outbox: deque[Submit | Claimed | Cancel | StatsQuery | Pin | Unpin] = deque()
+        self._outbox: deque[Submit | Claimed | Cancel | Query] = deque()
         self._next_tick = world.now + TICK
         self._ticks = 0
 
@@ -128,14 +130,18 @@ class Frontend(Process):
         if self.tracker.connected:
             self._queries += 1
             self.world.statistics["commands"] += 1
-            self._outbox.append(msgspec.structs.replace(message, query_id=self._queries))
+            self._send_parts(msgspec.structs.replace(message, query_id=self._queries))
 
     def _ask(self, message: Pin | Unpin) -> None:
         """One question about a name at a time."""
         if message.name not in self._asked and self.tracker.connected:
             self._queries += 1
             self._asked[message.name] = (self.world.now, message)
-            self._outbox.append(message)
+            self._send_parts(message)
+
+    def _send_parts(self, message: Query) -> None:
+        """Of its text a few tokens at a time."""
+        self._outbox.extend(in_parts(message, self.world.random.choice((3, 100))))
 
     @property
     def pipes_full(self) -> bool:

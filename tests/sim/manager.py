@@ -18,7 +18,7 @@ from kvmanager.protocol import (
 )
 from kvmanager.records import pack, unpack
 from kvmanager.restore import restore_pool
-from kvmanager.scheduling.pins import SavedPin
+from kvmanager.scheduling.pins import PinKey, SavedPin
 from kvmanager.state import Effects, Policy
 from kvmanager.tier.tiers import Tier
 from tests.sim.model import BLOCK_SIZE
@@ -46,7 +46,7 @@ class Disk:
         self.num_blocks = num_blocks
         self.tier = TierFile(num_slots)
         self.records: list[bytes] = []
-        self.pins: list[SavedPin] = []
+        self.pins: dict[PinKey, SavedPin] = {}
         self.locks: dict[str, LockFile] = {}
 
     def acquire(self, name: str) -> LockFile:
@@ -89,7 +89,7 @@ class Manager:
             read = [unpack(record, BLOCK_SIZE) for record in self.disk.records]
             survivors = tuple(self._watched)
             self.core.attach(*restore_pool(self.core_layout, read, survivors), survivors, self._tier())
-            self.core.restore_pins(now, self.disk.pins)
+            self.core.restore_pins(now, [*self.disk.pins.values()])
             self._carry_out(self.core.tick(now))
 
     core_layout: Any = None
@@ -192,9 +192,12 @@ class Manager:
                 self.disk.records[block] = record[:20] + self.disk.records[block][20:]
             self._burn()
             self.disk.records[block] = record
-        if effects.pins is not None:
+        for key, pin in effects.pins.items():
             self._burn()
-            self.disk.pins = effects.pins
+            if pin is None:
+                self.disk.pins.pop(key, None)
+            else:
+                self.disk.pins[key] = pin
         for client_id, message in effects.messages:
             peer = self._peers.get(client_id)
             if peer is not None:
