@@ -56,8 +56,7 @@ class World:
         self.sharing = Sharing(self.statistics)
         self.handovers = Handovers(self.statistics)
         self.workload = Workload(self.random, self.shape)
-        part = self.random.choice((1, 2, 256))
-        self.policy = Policy(max_waiting=200, watermark=0.02, runner_wait=1000.0, pin_part=part)
+        self.policy = Policy(200, 0.02, runner_wait=1000.0, pin_part=self.random.choice((1, 2, 256)))
         self.manager: Manager | None = None
         self.manager_from = 0.0  # when it starts again, or goes on
         self._boots = 0
