@@ -20,6 +20,7 @@ from kvmanager import pin_file, records
 from kvmanager.__main__ import COLLECT_AFTER
 from kvmanager.core import Core
 from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.hashing import TOKEN_BYTES, hash_chain, root_hash, salt_digest, token_array
 from kvmanager.protocol import (
     MAX_PAGE,
     PROTOCOL_VERSION,
@@ -73,7 +74,9 @@ class Filled:
         self.num_blocks = num_blocks
         self.directory = directory
         self.refused = 0  # commands
-        self.core = Core("bench", "/pool", Policy(watermark=0.0, tenant_pin_budget=0.25), 0.0)
+        self.core = Core(
+            "bench", "/pool", Policy(watermark=0.0, tenant_pin_budget=0.25, resume="promote"), 0.0
+        )
         self.core.attach(BlockPool(num_blocks, LAYOUT), tier=Tier(num_blocks, self.kept(num_blocks)))
         runner = RunnerHello(PROTOCOL_VERSION, "runner", "runner", LAYOUT, SEQUENCES, 1 << 20)
         frontend = FrontendHello(PROTOCOL_VERSION, "frontend", "frontend", "ipc:///tokens")
@@ -88,10 +91,14 @@ class Filled:
             self.run(f"running-{number}", self.prompt(tokens - BLOCK_SIZE), end=False)
 
     def kept(self, number: int) -> Iterator[tuple[int, Content]]:
-        """What the tier holds."""
-        for slot in range(number):
+        """What the tier holds: a long prompt, and others."""
+        self.on_disk = self.prompt(max(EXPLAINED))
+        packed = token_array(self.on_disk).tobytes()
+        chain = hash_chain(root_hash(LAYOUT), packed, BLOCK_SIZE * TOKEN_BYTES, salt_digest("", TENANT))
+        for slot in range(len(chain), number):
             digest = self.random.randbytes(32)
             yield slot, Content(digest, bytes(32), b"", bytes(4 * BLOCK_SIZE))
+        yield from ((slot, Content(*held)) for slot, held in enumerate(chain))
 
     def prompt(self, length: int) -> list[int]:
         return self.random.choices(range(49152), k=length)
@@ -152,7 +159,7 @@ def questions(filled: Filled) -> dict[str, Callable[[], Iterator[Query]]]:
     """Each as often as it takes to see all of it."""
     size, last = filled.num_blocks, filled.core.state.at().sequence
     texts = {size: tuple(filled.prompts[-1][:size]) for size in EXPLAINED}
-    other = tuple(filled.prompts[4])
+    other, on_disk = tuple(filled.prompts[4]), tuple(filled.on_disk)
     new = tuple(filled.prompt(EXPLAINED[-1]))
     every, some = range(0, size, MAX_PAGE), range(0, size, 256 * 8)
     oldest = max(last - 65536, 0)
@@ -177,6 +184,8 @@ def questions(filled: Filled) -> dict[str, Callable[[], Iterator[Query]]]:
             )
             for size in EXPLAINED
         },
+        f"explain {EXPLAINED[-1]} on disk": lambda: iter([ExplainQuery(1, on_disk, tenant=TENANT)] * 20),
+        f"plan {EXPLAINED[-1]} on disk": lambda: iter([PlanQuery(1, on_disk, 16, tenant=TENANT)] * 20),
         f"explain {EXPLAINED[-1]} new tokens": lambda: iter([ExplainQuery(1, new)] * 20),
         **{
             f"plan {size} tokens": lambda size=size: iter([PlanQuery(1, texts[size], 16, tenant=TENANT)] * 20)
