@@ -265,7 +265,7 @@ class Core:
                 self.count_dropped()
             case TextPart():
                 if state.pool is not None:
-                    long_text.take(client, message, state.pool)
+                    long_text.take(state, client, message)
             case ExplainQuery() | PlanQuery() | Pin() | Evict() if (
                 state.pool is not None and long_text.is_torn(client, message)
             ):

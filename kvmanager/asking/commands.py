@@ -44,7 +44,7 @@ def command(state: State, frontend: Frontend, message: Evict | Clear, now: float
     key = msgspec.structs.replace(message, query_id=0)
     short = b""
     if isinstance(message, Evict) and message.token_ids:
-        asked = long_text.of_command(frontend, message, pool)
+        asked = long_text.of_command(state, frontend, message, pool)
         full = asked.blocks(pool, asked.salt)
         if full:
             key = msgspec.structs.replace(key, token_ids=(), start=0, prefix=full[-1][0])

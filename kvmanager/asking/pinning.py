@@ -50,7 +50,7 @@ def begin(state: State, frontend: Frontend, message: Pin | Unpin, now: float) ->
         return Fault("not_ready", "there is no block pool yet: no runner has come")
     if (wrong := why_malformed(message)) is not None:
         return Fault("invalid_request", wrong)
-    return pin(state, pool, message, long_text.of_command(frontend, message, pool), now)
+    return pin(state, pool, message, long_text.of_command(state, frontend, message, pool), now)
 
 
 def go_on(state: State, now: float) -> None:
@@ -101,8 +101,7 @@ def pin(state: State, pool: BlockPool, message: Pin, text: LongText, now: float)
     while blocks := text.find_next(pool, len(made.blocks), pins.part):
         pins.hold(pool, made, blocks)
         yield len(blocks)
-    full = len(made.blocks)
-    found = text.below(pool, full)
+    found, full = text.below(pool, made.blocks), len(made.blocks)
     made.num_tokens = full * pool.block_size + found.num_shared
     pins.hold(pool, made, source(found))
     yield full

@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum, auto
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -13,6 +14,9 @@ from kvmanager.pool.block_table import Sequence
 from kvmanager.pool.hashing import Held, hash_chain, salt_digest, token_array
 from kvmanager.protocol import Choice, Lookup, RequestInfo, RequestKind, SequenceInfo, Submit
 from kvmanager.scheduling.clients import Frontend, Runner
+
+if TYPE_CHECKING:
+    from kvmanager.tier.tiers import Tier
 
 
 class RequestState(Enum):
@@ -63,6 +67,22 @@ class Group:
             parent = content[0]
         rest = self.tokens[len(found) * size : min((len(found) + 1) * size, last)]
         return Found(found, *pool.children.most_alike(parent + salt, rest.tobytes()))
+
+    def beyond(self, pool: BlockPool, tier: "Tier", salt: bytes, reach: int) -> tuple[list[int], list[bytes]]:
+        """What is found on from the first `reach` full blocks, if the tier is looked at too: blocks in the
+        pool, and hashes of those that only the tier has.
+        """
+        found: list[int] = []
+        missing: list[bytes] = []
+        for content in self.findable(pool, salt)[reach:]:
+            block = pool.find(content)
+            if block is not None:
+                found.append(block)
+            elif tier.find(content):
+                missing.append(content[0])
+            else:
+                break
+        return found, missing
 
     def blocks(self, pool: BlockPool, salt: bytes) -> list[Held]:
         """What each of its full blocks holds."""

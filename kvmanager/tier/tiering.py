@@ -10,7 +10,6 @@ Up: a request whose next blocks are in the tier gets blocks for them, and starts
 after `MAX_WAIT` without them. A block is found only after its copy's checksum was good.
 """
 
-from itertools import chain
 from typing import NamedTuple
 
 from kvmanager.asking.event_log import NOBODY, Asker
@@ -142,20 +141,17 @@ class Tiering:
             pool.release(comeback.blocks.pop(), comeback)
 
     def _missing(self, pool: BlockPool, request: Request, hits: list[list[int]]) -> Copies:
-        missing: dict[bytes, None] = {}
-        between: list[int] = []
-        for group, blocks in zip(request.groups, hits, strict=True):
-            for content in group.findable(pool, request.salt)[len(blocks) :]:
-                block = pool.find(content)
-                if block is not None:
-                    between.append(block)
-                elif self.tier.find(content):
-                    missing[content[0]] = None
-                else:
-                    break
+        looks = [
+            group.beyond(pool, self.tier, request.salt, len(blocks))
+            for group, blocks in zip(request.groups, hits, strict=True)
+        ]
+        missing = [digest for _, missed in looks for digest in missed]
         if not missing:
             return Copies([], [])  # what is found may be much, and is of no use then
-        return Copies(list(missing), list(dict.fromkeys(chain(*hits, between))))
+        found = [block for blocks, (more, _) in zip(hits, looks, strict=True) for block in (*blocks, *more)]
+        if len(looks) == 1:  # then none is named twice, and they may be many
+            return Copies(missing, found)
+        return Copies(list(dict.fromkeys(missing)), list(dict.fromkeys(found)))
 
     def _worth_it(self, request: Request, num_blocks: int, block_size: int, now: float) -> bool:
         if any(now - comeback.began_at >= MAX_WAIT for comeback in self.comebacks.values()):
