@@ -32,7 +32,7 @@ from kvmanager.protocol import (
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT: Final = 0.2  # seconds
+IDLE_WAIT: Final = 0.1  # seconds
 REASSERT_INTERVAL: Final = 1.0  # seconds after which a manager that has not answered is told again
 HELLO_WAIT: Final = 2.0  # seconds between looks at whether to stop, while the manager does not answer
 LAST_PUSH_WAIT: Final = 2.0  # seconds that frontends get at the end to take what waits for them

@@ -62,7 +62,7 @@ __all__ = [
     "socket_endpoint",
 ]
 
-PROBE_INTERVAL: Final = 0.25  # seconds
+PROBE_INTERVAL: Final = 0.1  # seconds; also how soon a new manager is noticed
 HELLO_INTERVAL: Final = 1.0  # seconds after which an unanswered Hello is sent again
 HIGH_WATER_MARK: Final = 1000  # messages, each direction
 MAX_BATCH: Final = 256  # messages handed out by one receive()
