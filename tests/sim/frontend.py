@@ -168,6 +168,10 @@ class Frontend(Process):
         self.world.trace(self.name, "gets", batch)
         if not pipe.batches and not pipe.runner_lives:
             self.pipes.remove(pipe)
+        attempts = {request.request_id: request.attempt for request in self.expected}
+        self.world.handovers.heard(
+            event for event in batch.events if attempts.get(event.request_id) == event.attempt
+        )
         self._apply(self.tracker.tokens(self.world.now, batch))
 
     def _take_message(self) -> None:

@@ -4,14 +4,18 @@ A step that was computed and not reported comes on top where it was longer than 
 where all that the runner had sent was read, and unless the block that is missed was evicted meanwhile. Beams
 are other sequences afterwards, but all of a search are equally long; one that was dropped after the frontend
 was told held its blocks no longer, so theirs may have been evicted while the runner lived.
+
+A search goes on from the newest state that its frontend was told. What its runner had computed it has told,
+and if that is newer, it is lost or on its way. Only where its beams might not fit the pool it begins anew.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from kvmanager.core import Core
 from kvmanager.pool.hashing import block_hash, salt_digest, token_array
-from kvmanager.protocol import Directives, SequenceStart, Start
+from kvmanager.protocol import Directives, SequenceStart, Start, TokenEvent
 from kvmanager.state import Effects
 from tests.sim.model import BLOCK_SIZE
 from tests.sim.process import Process
@@ -40,6 +44,10 @@ class Handovers:
         self._killed: dict[str, dict[tuple[str, int], Left]] = {}  # by lock, then request and choice
         self._handed: dict[tuple[str, int], Left] = {}
         self._started: dict[str, int] = {}  # the manager's last event when a search was started
+        self._told: Counter[str] = (
+            Counter()
+        )  # newest states that runners had for frontends: tokens of each beam
+        self._heard: Counter[str] = Counter()  # those that came in time for the next submission
 
     def killed(self, runner: Process, sent_all: bool) -> None:
         """`sent_all`: whether nothing of what it had sent was lost with it. Frontends have no sequences."""
@@ -61,6 +69,14 @@ class Handovers:
                 step = [left for key, left in runner.unreported.items() if key[0] == start.start_id]
                 each = searched(start, start.sampling.beam.width, each, max(step, default=0))
             left.update(((start.request_id, choice), known) for choice, known in each.items())
+
+    def told(self, events: Iterable[TokenEvent]) -> None:
+        """A runner has these for their frontends."""
+        _note(self._told, events)
+
+    def heard(self, events: Iterable[TokenEvent]) -> None:
+        """A frontend has got these, of attempts that are still its own."""
+        _note(self._heard, events)
 
     def died(self, core: Core, lock: str, heard_all: bool) -> None:
         """The manager is about to learn of it. `heard_all`: whether it has read what the runner had sent."""
@@ -91,14 +107,18 @@ class Handovers:
                     left = self._handed.pop((start.request_id, sequence.choice), None)
                     if left is not None and left.boot_id == core.state.boot_id and may_read(core, start):
                         self._check(core, start, sequence, left, salt_digest(salts[start.request_id]))
+                if (
+                    start.sampling.beam is not None
+                ):  # all of it has started, of one that begins as one sequence
+                    for choice in range(start.sampling.beam.width):
+                        self._handed.pop((start.request_id, choice), None)
 
     def _check(self, core: Core, start: Start, sequence: SequenceStart, left: Left, salt: bytes) -> None:
         tokens = (*start.prompt_token_ids, *sequence.output_token_ids)
         cached = sequence.num_cached_tokens
         again = min(left.computed, len(tokens) - 1) - cached
         if left.told is not None:
-            if left.told != len(sequence.output_token_ids):
-                self._statistics["searches handed on from an earlier state"] += 1
+            if self._goes_on(core, start, left.told) != left.told:
                 return
             again = left.computed - cached
             self._statistics["searches handed on"] += bool(left.told)
@@ -116,6 +136,29 @@ class Handovers:
             )
             assert evicted, f"{start} computes {again} tokens again of {left}, and nothing was evicted"
             self._statistics["handed on after an eviction"] += 1
+
+    def _goes_on(self, core: Core, start: Start, told: int) -> int:
+        """From how many tokens of each beam; `told` is the newest state that the former runner computed."""
+        given = len(start.sequences[0].output_token_ids)
+        heard = self._heard[start.request_id]
+        assert told <= self._told[start.request_id], f"{start}: nobody was told of a state of {told} tokens"
+        if given != heard:
+            assert not given, f"{start} goes on from {given} tokens, and its frontend knew {heard}"
+            assert start.sampling.beam is not None
+            assert core.state.pool is not None
+            length = len(start.prompt_token_ids) + start.sampling.max_tokens
+            needed = start.sampling.beam.width * -(-(length - 1) // BLOCK_SIZE)
+            assert needed > core.state.pins.usable(core.state.pool), f"{start} begins anew, and has room"
+            self._statistics["searches begun anew"] += 1
+        elif given != told:
+            self._statistics["searches handed on from an earlier state"] += 1  # the newest was on its way
+        return given
+
+
+def _note(known: Counter[str], events: Iterable[TokenEvent]) -> None:
+    for event in events:
+        if event.search is not None:
+            known[event.request_id] = max(known[event.request_id], len(event.search.beams[0].token_ids))
 
 
 def searched(start: Start, width: int, beams: dict[int, Left], unreported: int) -> dict[int, Left]:

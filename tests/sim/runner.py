@@ -154,6 +154,7 @@ class Runner(Process):
             self._add(endpoint, events)
 
     def _add(self, endpoint: str, events: list[TokenEvent]) -> None:
+        self.world.handovers.told(events)
         self.outboxes.setdefault(endpoint, TokenOutbox()).add(events)
 
     def _push(self) -> None:
