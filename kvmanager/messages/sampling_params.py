@@ -2,7 +2,6 @@
 
 import math
 import sys
-from operator import attrgetter, le
 from typing import Final, Literal
 
 import msgspec
@@ -60,24 +59,37 @@ RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("frequency_penalty", -math.inf, math.inf),
     ("min_tokens", 0, math.inf),
 )
-_ranged = attrgetter(*(name for name, _, _ in RANGES))
-_lows = tuple(max(low, -sys.float_info.max) for _, low, _ in RANGES)
-_highs = tuple(min(high, sys.float_info.max) for _, _, high in RANGES)
+MOST: Final = sys.float_info.max
 
 
-def _out_of_range(values: tuple[float, ...]) -> str:
-    """What is wrong with the first of these that is not within its range."""
-    for (name, low, high), value, least, most in zip(RANGES, values, _lows, _highs, strict=True):
-        if not least <= value <= most:
+def _in_ranges(params: SamplingParams) -> bool:
+    """Whether all are within RANGES: spelled out, as every request comes through here."""
+    return (
+        0 <= params.seed <= MAX_SEED
+        and 0.0 <= params.temperature <= MOST
+        and 0 <= params.top_k <= MOST
+        and 0.0 <= params.top_p <= 1.0
+        and 0.0 <= params.min_p <= 1.0
+        and MIN_REPETITION_PENALTY <= params.repetition_penalty <= MOST
+        and -MOST <= params.presence_penalty <= MOST
+        and -MOST <= params.frequency_penalty <= MOST
+        and 0 <= params.min_tokens <= MOST
+    )
+
+
+def _out_of_range(params: SamplingParams) -> str:
+    """What is wrong with the first that is not within its range."""
+    for name, low, high in RANGES:
+        value = getattr(params, name)
+        if not max(low, -MOST) <= value <= min(high, MOST):
             return f"{name} is {value}, want a number from {low} to {high}"
     raise AssertionError("all are within their ranges")
 
 
 def find_sampling_fault(params: SamplingParams, vocab_size: int = MAX_VOCABULARY) -> str:
     """What no sampler can work with, or an empty string; token ids must be below `vocab_size`."""
-    values = _ranged(params)
-    if not (all(map(le, _lows, values)) and all(map(le, values, _highs))):
-        return _out_of_range(values)
+    if not _in_ranges(params):
+        return _out_of_range(params)
     if params.logprobs is not None or params.prompt_logprobs is not None:
         most = min(MAX_ALTERNATIVES, vocab_size)
         for name, number in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):

@@ -4,7 +4,7 @@ sealed of it.
 
 from array import array
 
-from kvmanager.pool.block_pool import BlockPool
+from kvmanager.pool.block_pool import SEALED, BlockPool
 from kvmanager.pool.hashing import Held, content
 from kvmanager.pool.ledger import Holder
 
@@ -75,8 +75,12 @@ class Sequence(Holder):
     def reuse(self, pool: BlockPool, hits: list[int]) -> None:
         """Begin the table with sealed blocks that hold the first tokens."""
         assert not self.table
+        state, add = pool.state, pool.ledger.add
         for block in hits:
-            pool.hold(block, self)
+            if state[block] == SEALED:  # in use, as most of them are
+                add(block, self)
+            else:
+                pool.hold(block, self)
             pool.hits[block] += 1
         self.table += hits
         if hits:

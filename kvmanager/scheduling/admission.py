@@ -34,12 +34,10 @@ class Plan(Struct, frozen=True):
 
 def plan_start(pool: BlockPool, request: Request) -> Plan:
     """Look everything up; changes nothing."""
-    size, groups = pool.block_size, request.groups
-    if request.reads_cache:
-        found = tuple([group.lookup(pool, request.salt) for group in groups])
-    else:
-        found = tuple([Found([]) for _ in groups])
-    total = sum([-(-len(group.tokens) // size) for group in groups])
+    found, new_blocks, reads_cache = [], 0, request.reads_cache
+    for group in request.groups:
+        found.append(group.lookup(pool, request.salt) if reads_cache else Found([]))
+        new_blocks += -(-len(group.tokens) // pool.block_size) - len(found[-1].blocks)
     first = found[0]
     if len(found) == 1:  # then none is named twice, and they may be many
         hits: Collection[int] = first.blocks
@@ -48,8 +46,8 @@ def plan_start(pool: BlockPool, request: Request) -> Plan:
         hits = set().union(*[each.blocks for each in found])
         sources = {each.source for each in found if each.num_shared} - hits
     return Plan(
-        found,
-        total - sum([len(each.blocks) for each in found]),
+        tuple(found),
+        new_blocks,
         num_cached(pool, hits) if hits else 0,
         num_cached(pool, sources) if sources else 0,
     )
@@ -112,11 +110,15 @@ def why_it_never_fits(state: State, request: Request) -> str:
                 f"{f', of which {pinned}' if pinned else ''}; "
                 f"ask for fewer tokens, {'remove a pin, ' if pinned else ''}or start with larger pool_bytes"
             )
+    length = num_prompt + max_tokens
+    for runner in state.runners:
+        if runner.hello.max_model_len >= length and runner.hello.max_num_seqs >= num_choices:
+            return ""
     if state.runners:
         longest = max([runner.hello.max_model_len for runner in state.runners])
-        if num_prompt + max_tokens > longest:
+        if length > longest:
             return (
-                f"{num_prompt} prompt tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}, "
+                f"{num_prompt} prompt tokens and max_tokens {max_tokens} make {length}, "
                 f"and the model takes {longest}; ask for fewer tokens"
             )
         widest = max([runner.hello.max_num_seqs for runner in state.runners])

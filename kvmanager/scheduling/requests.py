@@ -248,9 +248,9 @@ class WaitingQueue:
         self.add(request)
 
     def add(self, request: Request) -> None:
-        insort(self._entries, (request.order, request), key=lambda entry: entry[0])
+        insort(self._entries, (request.order, request))  # no two are of one order
 
     def remove(self, request: Request) -> None:
-        place = bisect_left(self._entries, request.order, key=lambda entry: entry[0])
+        place = bisect_left(self._entries, (request.order,))
         assert self._entries[place][1] is request
         del self._entries[place]

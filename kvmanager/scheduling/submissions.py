@@ -84,11 +84,12 @@ def accept(state: State, frontend: Frontend, message: Submit, now: float) -> Req
         raise Refusal("not_ready", no_runner(state), RETRY_AFTER)
     if reason := why_it_never_fits(state, request):
         raise Refusal("can_never_fit", reason)
-    resumed = any(choice.output_token_ids for choice in message.choices)
-    if len(state.waiting) >= state.policy.max_waiting and not resumed:
-        raise Refusal(
-            "queue_full", f"{len(state.waiting)} requests are waiting, which is the limit", RETRY_AFTER
-        )
+    if len(state.waiting) >= state.policy.max_waiting:
+        resumed = any(choice.output_token_ids for choice in message.choices)
+        if not resumed:
+            raise Refusal(
+                "queue_full", f"{len(state.waiting)} requests are waiting, which is the limit", RETRY_AFTER
+            )
     return request
 
 
@@ -98,8 +99,7 @@ def no_runner(state: State) -> str:
 
 def find_fault(message: Submit) -> str:
     """What is wrong with the fields themselves, or an empty string."""
-    indices = [choice.index for choice in message.choices]
-    max_tokens = message.sampling.max_tokens
+    choices, max_tokens = message.choices, message.sampling.max_tokens
     if not 1 <= len(message.request_id) <= MAX_ID_CHARS:
         return f"request_id has {len(message.request_id)} characters, want 1 to {MAX_ID_CHARS}"
     if len(message.cache_salt) > MAX_TEXT_CHARS:
@@ -108,12 +108,14 @@ def find_fault(message: Submit) -> str:
         return fault
     if not 1 <= len(message.prompt_token_ids) <= MAX_PROMPT_TOKENS:
         return f"the prompt has {len(message.prompt_token_ids)} tokens, want 1 to {MAX_PROMPT_TOKENS}"
-    if not 1 <= len(indices) <= MAX_CHOICES or len(set(indices)) != len(indices):
-        return f"{len(indices)} choices, want 1 to {MAX_CHOICES} with different indices"
-    if min(indices) < 0 or max(indices) >= MAX_CHOICES:
-        return f"choice indices are {min(indices)} to {max(indices)}, want 0 to {MAX_CHOICES - 1}"
-    if max_tokens < 1 or max([len(choice.output_token_ids) for choice in message.choices]) >= max_tokens:
-        return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
+    alone = len(choices) == 1  # as almost always
+    if not alone and not 1 <= len({choice.index for choice in choices}) == len(choices) <= MAX_CHOICES:
+        return f"{len(choices)} choices, want 1 to {MAX_CHOICES} with different indices"
+    for choice in choices:
+        if not 0 <= choice.index < MAX_CHOICES:
+            return f"a choice index is {choice.index}, want 0 to {MAX_CHOICES - 1}"
+        if len(choice.output_token_ids) >= max_tokens:
+            return f"max_tokens is {max_tokens}, want at least 1 and more than each choice's output so far"
     searches = message.sampling.beam is not None or message.search is not None
     if searches and (fault := find_search_fault(message)):
         return fault

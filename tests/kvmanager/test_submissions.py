@@ -1,8 +1,11 @@
 """Submits and cancels by example: what is accepted, replaced, refused, and what waits."""
 
+import math
+
 import msgspec
 import pytest
 
+from kvmanager.messages.sampling_params import RANGES
 from kvmanager.pool.block_pool import CACHED, FREE
 from kvmanager.protocol import (
     Accepted,
@@ -15,6 +18,7 @@ from kvmanager.protocol import (
     StatsQuery,
     StepReport,
     Submit,
+    find_sampling_fault,
 )
 from tests.kvmanager.fake_clients import submission
 from tests.kvmanager.scene import Scene
@@ -24,6 +28,17 @@ def sampled(**params: object) -> Submit:
     """A submission with these sampling parameters."""
     sampling = msgspec.structs.replace(SamplingParams(4, 1), **params)
     return msgspec.structs.replace(submission("a", [1]), sampling=sampling)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), RANGES)
+def test_each_sampling_parameter_has_the_range_that_its_refusal_names(
+    name: str, low: float, high: float
+) -> None:
+    inside = [value for value in (low, high) if math.isfinite(value)]
+    for value in (*inside, low - 1, high + 1, math.nan):
+        fault = find_sampling_fault(sampled(**{name: value}).sampling)
+        told = "" if value in inside else f"{name} is {value}, want a number from {low} to {high}"
+        assert fault == told
 
 
 def test_submits_are_idempotent_and_a_higher_attempt_replaces() -> None:
