@@ -150,17 +150,17 @@ class BlockPool:
         return (block, self.generation[block])
 
     def refs(self, blocks: Iterable[int]) -> tuple[BlockRef, ...]:
-        generation = self.generation
-        return tuple([(block, generation[block]) for block in blocks])
+        generation, refs = self.generation, []
+        for block in blocks:
+            refs.append((block, generation[block]))
+        return tuple(refs)
 
     def grant(self, holder: Holder) -> int:
-        """A block for `holder` to write: a free one, else the one that is evicted first. `available` must
-        not be 0.
-        """
+        """A block for `holder` to write, as of `grant_all`."""
         return self.grant_all(1, holder)[0]
 
     def grant_all(self, count: int, holder: Holder) -> list[int]:
-        """So many such blocks: what concerns many at once is done at once, as time counts here."""
+        """So many blocks for `holder` to write, of the `available`: free ones, then those next to evict."""
         generation, state = self.generation, self.state
         holders, sole = self.ledger.by_block, (holder,)
         free = self.free.length

@@ -11,7 +11,6 @@ out, so that new fields (an adapter, say) leave the hashes of those who do not u
 import sys
 from array import array
 from collections.abc import Iterable
-from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -59,10 +58,15 @@ def field(tag: bytes, value: bytes) -> bytes:
     return tag + len(value).to_bytes(4, "little") + value
 
 
-@lru_cache
-def _before_tokens(length: int) -> bytes:
-    """The tag and length of a field with so many bytes of tokens."""
-    return field(b"T", bytes(length))[:-length]
+class _Before(dict[int, bytes]):
+    """By a field's bytes of tokens: its tag and length."""
+
+    def __missing__(self, length: int) -> bytes:
+        self[length] = before = field(b"T", bytes(length))[:-length]
+        return before
+
+
+_BEFORE = _Before()
 
 
 def salt_digest(cache_salt: str, tenant: str = "") -> bytes:
@@ -108,7 +112,7 @@ def block_hash(parent_hash: bytes, tokens: bytes, salt: bytes) -> bytes:
 
 def content(parent_hash: bytes, tokens: bytes, salt: bytes) -> Held:
     """What a block with these tokens holds; the hash is that of `block_hash`."""
-    data = parent_hash + _before_tokens(len(tokens)) + tokens
+    data = parent_hash + _BEFORE[len(tokens)] + tokens
     return sha256(data + field(b"S", salt) if salt else data).digest(), parent_hash, salt, tokens
 
 
@@ -116,7 +120,7 @@ def hash_chain(parent_hash: bytes, packed: bytes, width: int, salt: bytes) -> li
     """What consecutive blocks of `width` bytes of tokens each hold; what is left of them at the end is not
     looked at. The same as `content` of one after the other, in less time.
     """
-    before, after, contents = _before_tokens(width), field(b"S", salt) if salt else b"", []
+    before, after, contents = _BEFORE[width], field(b"S", salt) if salt else b"", []
     for end in range(width, len(packed) + 1, width):
         tokens = packed[end - width : end]
         digest = sha256(parent_hash + before + tokens + after).digest()

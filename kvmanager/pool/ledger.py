@@ -39,8 +39,10 @@ class Ledger:
     def remove(self, block: int, holder: Holder) -> bool:
         """True if that was the last one."""
         holders = self.by_block[block]
-        assert holder in holders, f"{holder.describe()} does not hold block {block}"
-        place = holders.index(holder)
+        try:
+            place = holders.index(holder)
+        except ValueError:
+            raise AssertionError(f"{holder.describe()} does not hold block {block}") from None
         self.by_block[block] = left = holders[:place] + holders[place + 1 :]
         return not left
 
