@@ -50,12 +50,12 @@ def begin(state: State, frontend: Frontend, message: Pin | Unpin, now: float) ->
         return Fault("not_ready", "there is no block pool yet: no runner has come")
     if (wrong := why_malformed(message)) is not None:
         return Fault("invalid_request", wrong)
-    return pin(state, pool, message, long_text.of_command(state, frontend, message, pool), now)
+    return pin(state, pool, message, long_text.of_command(state, frontend, message, pool))
 
 
 def go_on(state: State, now: float) -> None:
     """A part of what is under way."""
-    jobs, cost = state.pins.jobs, 0
+    jobs, cost, state.pins.now = state.pins.jobs, 0, now
     while jobs and cost < PARTS * state.pins.part:
         job = jobs[0]
         try:
@@ -64,18 +64,8 @@ def go_on(state: State, now: float) -> None:
             jobs.popleft()
             client = state.clients.get(job.client_id)
             if job.message is not None and isinstance(client, Frontend):
-                fault = end.value or too_late(state, job.message, now)
-                state.send(client, answer(state, job.message, now, fault))
+                state.send(client, answer(state, job.message, now, end.value))
         state.admission_due = True
-
-
-def too_late(state: State, message: Pin | Unpin, now: float) -> Fault | None:
-    made = state.pins.by_key.get((message.tenant, message.name)) if isinstance(message, Pin) else None
-    if made is None or made.expires_at > now:
-        return None
-    return Fault(
-        "pin_busy", "the pin's time was over before it was its turn; try again, or with a larger ttl"
-    )
 
 
 def expire(state: State, now: float) -> None:
@@ -85,11 +75,11 @@ def expire(state: State, now: float) -> None:
         state.pins.jobs.append(Job(0, None, end_pins(state, now=now)))
 
 
-def pin(state: State, pool: BlockPool, message: Pin, text: LongText, now: float) -> Steps:
+def pin(state: State, pool: BlockPool, message: Pin, text: LongText) -> Steps:
     """The longest prefix that is cached. What is found of it is held part by part; then, with all of it, it
-    must still be allowed.
+    must still be allowed. Its time begins when it is there.
     """
-    pins, made = state.pins, NamedPin(message.name, now + message.ttl, message.tenant)
+    pins, made = state.pins, NamedPin(message.name, inf, message.tenant)
     # A lookup leaves the last token to be computed: one more is given, so that it looks for all of these.
     text.add(token_array((0,)), pool)
     found = text.lookup(pool, text.salt)
@@ -108,6 +98,7 @@ def pin(state: State, pool: BlockPool, message: Pin, text: LongText, now: float)
     growth = pins.growth(made.key, made.blocks, held=True)
     fault = why_not(state, pool, made, made.blocks, growth)
     if fault is None:
+        made.expires_at = pins.now + message.ttl
         pins.commit(pool, made, growth)
     yield full
     yield from pins.let_go(pool)
@@ -172,10 +163,17 @@ def why_malformed(message: Pin) -> str | None:
 
 
 def answer(state: State, message: Pin | Unpin | PinsQuery, now: float, fault: Fault | None) -> PinsAnswer:
-    """The tenant's pins by name, and why the message was refused. A query for no tenant is for all."""
+    """The tenant's pins by name, and why the message was refused. A query for no tenant is for all. A pin
+    that this has made is among them even if its time is over by now.
+    """
     pins, tenant = state.pins, message.tenant
     every = isinstance(message, PinsQuery) and not tenant
-    listed = [pin for pin in pins.by_key.values() if (every or pin.tenant == tenant) and pin.expires_at > now]
+    made = (tenant, message.name) if isinstance(message, Pin) and fault is None else None
+    listed = [
+        pin
+        for pin in pins.by_key.values()
+        if (every or pin.tenant == tenant) and (pin.expires_at > now or pin.key == made)
+    ]
     return PinsAnswer(
         message.query_id,
         tuple(
@@ -183,7 +181,7 @@ def answer(state: State, message: Pin | Unpin | PinsQuery, now: float, fault: Fa
                 pin.name,
                 len(pin.blocks),
                 pin.num_tokens,
-                pin.expires_at - now,
+                max(pin.expires_at - now, 0.0),
                 pin.tenant if every else "",
             )
             for pin in sorted(listed, key=lambda pin: pin.name)

@@ -86,6 +86,7 @@ class Pins:
         "counts",
         "jobs",
         "moving",
+        "now",
         "part",
         "share",
         "tenant_share",
@@ -103,6 +104,7 @@ class Pins:
         self.uses: Counter[int] = Counter()  # held block → by how many pins
         self.moving: NamedPin | None = None  # holds some of its blocks, but is not there yet, or no longer
         self.jobs: deque[Job] = deque()
+        self.now = 0.0  # seconds; when the last part of one was done
         self.changes: dict[PinKey, SavedPin | None] = {}  # what is saved of these is no longer right
 
     def budget(self, pool: BlockPool, tenant: str = "") -> int:

@@ -228,7 +228,7 @@ def test_a_pin_whose_frontend_goes_away_is_there_whole() -> None:
     assert scene.listed() == [("p", 10)]
 
 
-def test_a_pin_whose_time_is_over_before_its_turn_is_refused_and_so_is_one_too_many() -> None:
+def test_the_time_of_a_pin_begins_when_it_is_there_and_one_too_many_is_refused() -> None:
     scene = LargePins()
     for number in range(20):
         scene.send(scene.client, Pin(number, f"p{number}", TEXT, "", 0.5))
@@ -238,8 +238,29 @@ def test_a_pin_whose_time_is_over_before_its_turn_is_refused_and_so_is_one_too_m
     scene.now = 1.0
     while scene.core.state.pins.jobs:
         scene.take(scene.core.tick(scene.now))
-    assert [answer.code for answer in scene.received(scene.client)] == ["pin_busy"] * waiting
+    assert [answer.code for answer in scene.received(scene.client)] == [""] * waiting
+    assert len(scene.listed()) >= waiting - 1  # but for the one that was under way
+    scene.now = 1.6
+    scene.take(scene.core.tick(scene.now))
+    while scene.core.state.pins.jobs:
+        scene.take(scene.core.tick(scene.now))
     assert (scene.listed(), scene.pool.counts[SEALED]) == ([], 0)
+
+
+def test_a_pin_whose_time_is_over_while_it_lets_go_of_the_one_before_was_made() -> None:
+    scene = LargePins()
+    scene.begin(Pin(1, "p", TEXT, "", 50.0))
+    while scene.core.state.pins.jobs:
+        scene.take(scene.core.tick(scene.now))
+    scene.received(scene.client)
+    scene.begin(Pin(2, "p", TEXT[:8], "", 0.5))
+    while scene.core.state.pins.jobs:
+        scene.now += 0.3
+        scene.take(scene.core.tick(scene.now))
+    made, *_ = [each for each in scene.received(scene.client) if each.query_id == 2]
+    assert made.code == ""
+    assert [pin.name for pin in made.pins] == ["p"]
+    assert scene.listed() == []
 
 
 def restarted(scene: Scene, saved: list[SavedPin], damaged: int | None = None, now: float = 5.0) -> Core:

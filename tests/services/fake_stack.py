@@ -29,6 +29,7 @@ from kvmanager.protocol import (
     Evict,
     Fenced,
     FrontendHello,
+    NotHeld,
     Pin,
     PinsAnswer,
     PinsQuery,
@@ -150,6 +151,8 @@ class FakeManager:
             await self._router.send_multipart([identity, b"", encode(Welcome(registered, "", 0))])
         elif self._sessions.get(identity) != session:
             await self._router.send_multipart([identity, session, encode(Fenced(f"boot-{self._boot}"))])
+        elif isinstance(message, Submit) and message.claim:
+            await self._send(identity, NotHeld(((message.request_id, message.attempt),)))
         elif isinstance(message, Submit):
             await self._submitted(identity, message)
         elif isinstance(message, Cancel):

@@ -14,6 +14,7 @@ from kvmanager.client import socket_endpoint
 from kvmanager.errors import PagekeeperError
 from kvmanager.protocol import (
     MAX_PART,
+    Claimed,
     Evict,
     ExplainQuery,
     Pin,
@@ -113,8 +114,9 @@ def test_what_could_not_be_sent_is_sent_later_in_order(tmp_path: Path) -> None:
         backend.submit(first)
         backend.submit(second)
         backend.cancel(first)
-        await until(lambda: len(client.sent) >= 3)
-        assert [message.request_id for message in client.sent[:3]] == ["a", "b", "a"]
+        await until(lambda: len(client.sent) >= 4)
+        assert client.sent[0] == Claimed()
+        assert [message.request_id for message in client.sent[1:4]] == ["a", "b", "a"]
         assert fatal == []
 
     with_backend(tmp_path, client, check)
@@ -153,7 +155,7 @@ def test_a_token_socket_that_was_removed_is_fatal(tmp_path: Path) -> None:
 
 
 def test_the_outbox_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_OUTBOX", 1)
+    monkeypatch.setattr(module, "_MAX_OUTBOX", 2)  # the session begins with one
     client = StubClient(send=[absent() for _ in range(1000)])
 
     async def check(backend: Backend, fatal: list[PagekeeperError]) -> None:
