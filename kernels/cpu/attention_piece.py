@@ -4,11 +4,21 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.attention_plan import PIECE_FIELDS, Job, Plan, Scratch, padded, partial_size, scratch_of
+from kernels.cpu.attention_plan import (
+    LONG_TILE,
+    PIECE_FIELDS,
+    Job,
+    Plan,
+    Scratch,
+    padded,
+    partial_size,
+    scratch_of,
+)
+from kernels.cpu.columns import PAIR, give_row, natural_column, take_row
 from kernels.cpu.exponential import exp
 from kernels.cpu.jit import jit, next_item
-from kernels.cpu.memory import FLOAT32, INT32, INT64, LANES, Kind, Pointer, elements, load, size_of, store
-from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, online_softmax
+from kernels.cpu.memory import FLOAT32, INT32, INT64, LANES, Kind, Pointer, elements, size_of
+from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, hide, online_softmax
 from kernels.cpu.tile import ROWS, TILE, add_product, dot_products, score_product, transpose, transpose_width
 
 DIRECT_ROWS = 8  # up to this many rows, values are converted on the fly; beyond, once per tile into scratch
@@ -21,79 +31,97 @@ def work(job_and_plan: tuple[Job, Plan]) -> None:
     scratch = scratch_of(job, plan.scratch + next_item(plan.next_thread) * plan.scratch_size)
     transposed, converted = elements(INT64, scratch.transposed_rows), elements(INT64, scratch.converted_rows)
     for i in range(job.head_dim):
-        transposed[i] = scratch.keys + i * TILE * 4
+        transposed[i] = scratch.keys + natural_column(job.cache_kind, i, job.head_dim) * TILE * 4
     for i in range(TILE):
         converted[i] = scratch.values + i * job.head_dim * 4
     num_items = plan.num_pieces * job.num_kv_heads
+    rows, next_rows = scratch.rows, scratch.rows + 2 * LONG_TILE * 8
     first = next_item(plan.next_turn) * plan.turn_items
+    if first < num_items:
+        find_first_rows(job, plan, rows, first, 0)
     while first < num_items:
         upcoming = next_item(plan.next_turn) * plan.turn_items
         end = first + plan.turn_items
         for item in range(first, end):
-            attend(job, plan, scratch, item, item + 1 if item + 1 < end else min(upcoming, num_items - 1))
+            following = item + 1 if item + 1 < end else min(upcoming, num_items - 1)
+            rows, next_rows = attend(job, plan, scratch, rows, next_rows, item, following)
         first = upcoming
 
 
 @jit
-def attend(job: Job, plan: Plan, scratch: Scratch, item: int, upcoming: int) -> None:
-    """One item: a piece for one KV head. The first tile of the item to come is brought nearer at its end."""
+def attend(
+    job: Job, plan: Plan, scratch: Scratch, rows: int, next_rows: int, item: int, following: int
+) -> tuple[int, int]:
+    """One item: a piece for one KV head. `rows` is where the rows of its first tile are written down.
+
+    While a tile is computed, the next one is brought nearer, at last the first one of the following item.
+    Returns where the rows of that one are written down, and the other list.
+    """
     index = item // job.num_kv_heads
     head = item - index * job.num_kv_heads
     piece = elements(INT64, plan.pieces + index * PIECE_FIELDS * 8)
     sequence, first_row, num_rows, low, high = piece[0], piece[1], piece[2], piece[3], piece[4]
     split, splits = piece[5], piece[6]
     load_query(job, scratch, sequence, head, first_row, num_rows)
-    rows, next_rows = scratch.rows, scratch.rows + 2 * TILE * 8
-    find_rows(job, rows, sequence, head, low, high)
-    for first_key in range(low, high, TILE):
-        count = min(TILE, high - first_key)
-        if first_key + TILE < high:
-            find_rows(job, next_rows, sequence, head, first_key + TILE, high)
+    tile = tile_of(num_rows)
+    for first_key in range(low, high, tile):
+        count, next_key = min(tile, high - first_key), first_key + tile
+        if next_key < high:
+            find_rows(job, next_rows, sequence, head, next_key, min(tile, high - next_key), count)
         else:
-            next_index = upcoming // job.num_kv_heads
-            next_head = upcoming - next_index * job.num_kv_heads
-            next_piece = elements(INT64, plan.pieces + next_index * PIECE_FIELDS * 8)
-            find_rows(job, next_rows, next_piece[0], next_head, next_piece[3], next_piece[4])
+            find_first_rows(job, plan, next_rows, following, count)
         score(job, scratch, rows, next_rows, num_rows, count)
         weigh(job, scratch, piece, first_key, count)
-        accumulate(job, scratch, rows + TILE * 8, next_rows + TILE * 8, num_rows, count)
+        accumulate(job, scratch, rows + LONG_TILE * 8, next_rows + LONG_TILE * 8, num_rows, count)
         rows, next_rows = next_rows, rows
     if splits == 1:
         write_out(job, scratch, piece, head)
-        return
+        return rows, next_rows
     size = partial_size(job, num_rows) * 4
     first = plan.partials + piece[7] * 4 + head * splits * size
     keep_partial(job, scratch, num_rows, first + split * size)
     if next_item(plan.finished + ((index - split) * job.num_kv_heads + head) * 8) == splits - 1:
         merge(job, scratch, num_rows, first, splits, size)
         write_out(job, scratch, piece, head)
+    return rows, next_rows
+
+
+@jit
+def tile_of(num_rows: int) -> int:
+    """Keys of a tile; a row of scores in scratch is as long."""
+    return LONG_TILE if num_rows <= ROWS else TILE
+
+
+@jit
+def find_first_rows(job: Job, plan: Plan, rows: int, item: int, at_least: int) -> None:
+    """find_rows for the first tile of an item."""
+    index = item // job.num_kv_heads
+    piece = elements(INT64, plan.pieces + index * PIECE_FIELDS * 8)
+    count = min(tile_of(piece[2]), piece[4] - piece[3])
+    find_rows(job, rows, piece[0], item - index * job.num_kv_heads, piece[3], count, at_least)
 
 
 @jit
 def load_query(job: Job, scratch: Scratch, sequence: int, head: int, first_row: int, num_rows: int) -> None:
-    """Copy the rows to scratch as scaled float32, pad with zero rows, and start their sums."""
+    """Copy the rows to scratch as scaled float32, the last one again for padding, and start their sums."""
     starts = elements(INT32, job.query_start)
-    rows, sums = elements(FLOAT32, scratch.query), elements(FLOAT32, scratch.sums)
     maxima, weights = elements(FLOAT32, scratch.maxima), elements(FLOAT32, scratch.weights)
-    source = elements(job.query_kind, job.query)
+    sums = elements(FLOAT32, scratch.sums)
+    size = size_of(job.query_kind)
     scale = np.float32(job.scale)
     for row in range(padded(num_rows)):
         maxima[row] = NEVER
         weights[row] = ZERO
         place = row * job.head_dim
-        token = (first_row + row) // job.group
-        head_in_group = first_row + row - token * job.group
+        for i in range(job.head_dim):
+            sums[place + i] = ZERO
+        token = (first_row + min(row, num_rows - 1)) // job.group
+        head_in_group = first_row + min(row, num_rows - 1) - token * job.group
         start = (starts[sequence] + token) * job.query_token + (
             head * job.group + head_in_group
         ) * job.query_head
-        for i in range(job.head_dim):
-            sums[place + i] = ZERO
-        if row < num_rows:
-            for i in range(job.head_dim):
-                rows[place + i] = load(source, start + i) * scale
-        else:
-            for i in range(job.head_dim):
-                rows[place + i] = ZERO
+        source, result = job.query + start * size, scratch.query + place * 4
+        take_row(job.cache_kind, job.query_kind, source, result, job.head_dim, scale)
 
 
 @jit
@@ -106,16 +134,17 @@ def position_of(job: Job, sequence: int, row: int) -> int:
 
 
 @jit
-def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, end: int) -> None:
-    """Write down where the keys, then the values of the tile at `first_key` lie; its piece ends at `end`.
+def find_rows(
+    job: Job, rows: int, sequence: int, head: int, first_key: int, count: int, at_least: int
+) -> None:
+    """Write down where `count` keys from `first_key` on lie, and their values.
 
-    Past the end, the last one is repeated, so that no unused slot is ever read.
+    Behind them the last one is repeated, up to `at_least` and to whole vectors: no unused slot is ever read.
     """
     table = elements(INT32, job.block_tables + sequence * job.table_row * 4)
-    keys, values = elements(INT64, rows), elements(INT64, rows + TILE * 8)
+    keys, values = elements(INT64, rows), elements(INT64, rows + LONG_TILE * 8)
     size = size_of(job.cache_kind)
     key_step, value_step = job.key_slot * size, job.value_slot * size
-    count = min(TILE, end - first_key)
     index = 0
     while index < count:
         logical = (first_key + index) // job.block_size
@@ -128,14 +157,19 @@ def find_rows(job: Job, rows: int, sequence: int, head: int, first_key: int, end
         )
         run_length = min(job.block_size - offset, count - index)
         for i in range(run_length):
-            keys[index + i] = key
-            values[index + i] = value
-            key += key_step
-            value += value_step
+            keys[index + i] = key + i * key_step
+        for i in range(run_length):
+            values[index + i] = value + i * value_step
         index += run_length
-    for i in range(count, TILE):
+    for i in range(count, max(whole(count), at_least)):
         keys[i] = keys[count - 1]
         values[i] = values[count - 1]
+
+
+@jit
+def whole(count: int) -> int:
+    """Keys rounded up to whole vectors."""
+    return (count + LANES - 1) // LANES * LANES
 
 
 @jit
@@ -167,15 +201,15 @@ def score_few(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: i
     kind, dim = job.cache_kind, job.head_dim
     for group in range(0, count, LANES):
         keys, next_keys = rows + group * 8, next_rows + group * 8
-        result = scratch.scores + group * 4
+        result, stride = scratch.scores + group * 4, LONG_TILE * 4
         if num_rows == 4:
-            dot_products(kind, 4, scratch.query, keys, next_keys, dim, result)
+            dot_products(kind, 4, scratch.query, keys, next_keys, dim, result, stride)
         elif num_rows == 3:
-            dot_products(kind, 3, scratch.query, keys, next_keys, dim, result)
+            dot_products(kind, 3, scratch.query, keys, next_keys, dim, result, stride)
         elif num_rows == 2:
-            dot_products(kind, 2, scratch.query, keys, next_keys, dim, result)
+            dot_products(kind, 2, scratch.query, keys, next_keys, dim, result, stride)
         else:
-            dot_products(kind, 1, scratch.query, keys, next_keys, dim, result)
+            dot_products(kind, 1, scratch.query, keys, next_keys, dim, result, stride)
 
 
 @jit
@@ -183,14 +217,16 @@ def weigh(job: Job, scratch: Scratch, piece: Pointer, first_key: int, count: int
     """scores → weights of the online softmax; what the rows have summed up is rescaled."""
     soft_cap: Any = np.float32(job.soft_cap)
     sequence, first_row, num_rows = piece[0], piece[1], piece[2]
+    width, row_size = whole(count), tile_of(num_rows) * 4
     for row in range(num_rows):
+        place = scratch.scores + row * row_size
+        scores = elements(FLOAT32, place)
         if soft_cap > ZERO:
-            cap_scores(elements(FLOAT32, scratch.scores + row * TILE * 4), TILE, soft_cap)
-        position = position_of(job, sequence, first_row + row)
-        last = min(count, position + 1 - first_key)
-        first = position + 1 - job.sliding_window - first_key if job.sliding_window > 0 else 0
-        place = scratch.scores + row * TILE * 4
-        factor = online_softmax(place, first, last, scratch.maxima + row * 4, scratch.weights + row * 4)
+            cap_scores(scores, width, soft_cap)
+        last = position_of(job, sequence, first_row + row) + 1 - first_key
+        first = last - job.sliding_window if job.sliding_window > 0 else 0
+        hide(scores, first, min(count, last), width)
+        factor = online_softmax(place, width // LANES, scratch.maxima + row * 4, scratch.weights + row * 4)
         if factor != ONE:
             sums = elements(FLOAT32, scratch.sums + row * job.head_dim * 4)
             for i in range(job.head_dim):
@@ -206,14 +242,12 @@ def accumulate(job: Job, scratch: Scratch, rows: int, next_rows: int, num_rows: 
         return
     values = elements(INT64, rows)
     for i in range(count):
-        source = elements(job.cache_kind, values[i])
-        converted = elements(FLOAT32, scratch.values + i * job.head_dim * 4)
-        for j in range(job.head_dim):
-            converted[j] = load(source, j)
+        converted = scratch.values + i * job.head_dim * 4
+        take_row(job.cache_kind, job.cache_kind, values[i], converted, job.head_dim, ONE)
     row_size = job.head_dim * 4
     for row in range(0, num_rows, ROWS):
         left, sums = scratch.scores + row * TILE * 4, scratch.sums + row * row_size
-        add_columns(job, FLOAT32, 4, 0, left, scratch.converted_rows, next_rows, count, sums)
+        add_columns(job, FLOAT32, 4, 0, left, TILE * 4, scratch.converted_rows, next_rows, count, sums)
 
 
 @jit
@@ -221,15 +255,16 @@ def add_few(
     job: Job, scratch: Scratch, rows: int, next_rows: int, row: int, num_rows: int, count: int
 ) -> None:
     """The same for few rows: values as they lie in the cache."""
-    left, sums = scratch.scores + row * TILE * 4, scratch.sums + row * job.head_dim * 4
+    stride = tile_of(row + num_rows) * 4
+    left, sums = scratch.scores + row * stride, scratch.sums + row * job.head_dim * 4
     if num_rows >= 4:
-        add_columns(job, job.cache_kind, 4, 1, left, rows, next_rows, count, sums)
+        add_columns(job, job.cache_kind, 4, 1, left, stride, rows, next_rows, count, sums)
     elif num_rows == 3:
-        add_columns(job, job.cache_kind, 3, 1, left, rows, next_rows, count, sums)
+        add_columns(job, job.cache_kind, 3, 1, left, stride, rows, next_rows, count, sums)
     elif num_rows == 2:
-        add_columns(job, job.cache_kind, 2, 1, left, rows, next_rows, count, sums)
+        add_columns(job, job.cache_kind, 2, 1, left, stride, rows, next_rows, count, sums)
     else:
-        add_columns(job, job.cache_kind, 1, 1, left, rows, next_rows, count, sums)
+        add_columns(job, job.cache_kind, 1, 1, left, stride, rows, next_rows, count, sums)
 
 
 @jit
@@ -239,6 +274,7 @@ def add_columns(
     num_rows: int,
     ahead: int,
     left: int,
+    stride: int,
     rows: int,
     next_rows: int,
     depth: int,
@@ -246,30 +282,31 @@ def add_columns(
 ) -> None:
     """sums += left · rows for `num_rows` rows, at most 4."""
     row_size = job.head_dim * 4
-    wide = job.head_dim // 64 * 64
+    wide, paired = job.head_dim // 64 * 64, job.head_dim // PAIR * PAIR
     size = size_of(kind)
     for column in range(0, wide, 64):
-        place = sums + column * 4
-        add_product(kind, num_rows, 4, ahead, left, rows, column * size, next_rows, depth, place, row_size)
-    for column in range(wide, job.head_dim, LANES):
-        place = sums + column * 4
-        add_product(kind, num_rows, 1, ahead, left, rows, column * size, next_rows, depth, place, row_size)
+        place, offset = sums + column * 4, column * size
+        add_product(kind, num_rows, 4, ahead, left, stride, rows, offset, next_rows, depth, place, row_size)
+    for column in range(wide, paired, PAIR):
+        place, offset = sums + column * 4, column * size
+        add_product(kind, num_rows, 2, ahead, left, stride, rows, offset, next_rows, depth, place, row_size)
+    for column in range(paired, job.head_dim, LANES):
+        place, offset = sums + column * 4, column * size
+        add_product(kind, num_rows, 1, ahead, left, stride, rows, offset, next_rows, depth, place, row_size)
 
 
 @jit
 def write_out(job: Job, scratch: Scratch, piece: Pointer, head: int) -> None:
     """out = sums / sum of weights."""
     starts = elements(INT32, job.query_start)
-    sums, weights = elements(FLOAT32, scratch.sums), elements(FLOAT32, scratch.weights)
+    weights = elements(FLOAT32, scratch.weights)
     sequence, first_row, num_rows = piece[0], piece[1], piece[2]
-    out = elements(job.query_kind, job.out)
     for row in range(num_rows):
         token = (first_row + row) // job.group
         head_in_group = first_row + row - token * job.group
         start = (starts[sequence] + token) * job.out_token + (head * job.group + head_in_group) * job.out_head
-        factor = ONE / weights[row]
-        for i in range(job.head_dim):
-            store(out, start + i, sums[row * job.head_dim + i] * factor)
+        sums, out = scratch.sums + row * job.head_dim * 4, job.out + start * size_of(job.query_kind)
+        give_row(job.cache_kind, job.query_kind, sums, out, job.head_dim, ONE / weights[row])
 
 
 @jit

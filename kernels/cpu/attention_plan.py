@@ -10,6 +10,7 @@ from kernels.cpu.tile import LINE, ROWS, TILE
 
 MAX_ROWS = 96  # rows of a piece: enough to pay for transposing the keys once per piece
 SPLIT = 256  # keys of a piece of a split sequence
+LONG_TILE = 128  # keys of a tile of at most 4 rows, for which a softmax costs as much as 16 keys do
 TURNS = 4  # turns per thread from which on a turn is a whole piece: its heads lie in the same pages of memory
 PIECE_FIELDS = (
     8  # sequence, first row, rows, first key, end of keys, split, splits, place of the partial results
@@ -137,10 +138,10 @@ class Scratch(NamedTuple):
     sums: int  # [MAX_ROWS, head_dim]: weighted values
     maxima: int  # [MAX_ROWS]
     weights: int  # [MAX_ROWS]: sums of weights
-    scores: int  # [MAX_ROWS, TILE]
+    scores: int  # [MAX_ROWS, TILE] or [ROWS, LONG_TILE]
     keys: int  # [head_dim, TILE]: a tile of keys, transposed
     values: int  # [TILE, head_dim]: a tile of values, converted
-    rows: int  # int64 [2, 2, TILE]: where the keys and values of this tile and the next lie
+    rows: int  # int64 [2, 2, LONG_TILE]: where the keys and values of this tile and the next lie
     transposed_rows: int  # int64 [head_dim]: the rows of `keys`
     converted_rows: int  # int64 [TILE]: the rows of `values`
     end: int
@@ -158,7 +159,7 @@ def scratch_of(job: Job, start: int) -> Scratch:
     keys = scores + MAX_ROWS * TILE * 4
     values = keys + dim * TILE * 4
     rows = values + TILE * dim * 4
-    transposed_rows = rows + 4 * TILE * 8
+    transposed_rows = rows + 4 * LONG_TILE * 8
     converted_rows = transposed_rows + lines(dim * 8)
     end = converted_rows + TILE * 8
     return Scratch(

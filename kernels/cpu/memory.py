@@ -75,6 +75,29 @@ def emit_widen(builder: Any, kind: Any, bits: Any, count: int) -> Any:
     return builder.bitcast(wide, lanes(FLOAT, count))
 
 
+def emit_bits_pair(builder: Any, kind: Any, pointer: Any) -> tuple[Any, Any]:
+    """Read 32 elements of a 16-bit kind as float32: the even ones, the odd ones."""
+    words = builder.bitcast(pointer, lanes(WORD, LANES).as_pointer())
+    return emit_unpair(builder, kind, builder.load(words, align=2))
+
+
+def emit_unpair(builder: Any, kind: Any, pairs: Any) -> tuple[Any, Any]:
+    """The low and the high 16 bits of every lane, as float32."""
+    shift, vector = splat(WORD, 16, LANES), lanes(FLOAT, LANES)
+    if kind == types.uint16:  # bfloat16 is the upper half of a float32
+        high = builder.and_(pairs, splat(WORD, 0xFFFF0000, LANES))
+        return builder.bitcast(builder.shl(pairs, shift), vector), builder.bitcast(high, vector)
+    narrow = lanes(BITS[kind], LANES)
+    low, high = builder.trunc(pairs, narrow), builder.trunc(builder.lshr(pairs, shift), narrow)
+    return emit_widen(builder, kind, low, LANES), emit_widen(builder, kind, high, LANES)
+
+
+def emit_shuffle(builder: Any, first: Any, second: Any, order: list[int]) -> Any:
+    """Lanes picked from the two vectors, one after the other."""
+    mask = ir.Constant(lanes(WORD, LANES), order)
+    return builder.shuffle_vector(first, second, mask)
+
+
 def emit_store(builder: Any, kind: Any, pointer: Any, value: Any, count: int) -> None:
     """Write float32 values as elements of a kind, rounded to nearest even."""
     if kind == types.int16:

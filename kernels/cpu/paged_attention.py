@@ -8,14 +8,15 @@ whose rows fit into one piece (decode, short chunks) is split at every 256th key
 thread ends last. Where it is split depends on the sequence alone, never on the batch or the number of
 threads: a sequence gets the same bits alone and in a full batch.
 
-Per item, keys go by in tiles of 64: scores = rows · keysᵀ, online softmax, sums = sums · rescale + weights ·
-values. Many rows pay for transposing a tile's keys once, to float32 scratch; up to 4 rows, as in decoding,
-are multiplied with the keys as they lie. An item's scratch stays in the second-level cache.
+Per item, keys go by in tiles of 64 (128 for up to 4 rows): scores = rows · keysᵀ, online softmax, sums =
+sums · rescale + weights · values. Many rows pay for transposing a tile's keys once, to float32 scratch; up to
+4 rows, as in decoding, are multiplied with the keys as they lie. An item's scratch stays in the second-level
+cache.
 
 A thread takes the KV heads of a piece one after the other (where there are pieces enough): they lie in the
 same pages of memory, and looking pages up is a good part of what a scattered read costs.
 
-Files: attention_plan (pieces, scratch), attention_piece (one item), tile (inner loops), softmax.
+Files: attention_plan (pieces, scratch), attention_piece (one item), tile (inner loops), columns, softmax.
 """
 
 from typing import Any

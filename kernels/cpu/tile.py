@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.core.errors import RequireLiteralValue
 
+from kernels.cpu.columns import emit_load_columns, emit_over_columns
 from kernels.cpu.exponential import emit_math
 from kernels.cpu.jit import cgutils, intrinsic, literal_intrinsic
 from kernels.cpu.memory import (
@@ -20,7 +21,8 @@ from kernels.cpu.memory import (
     WORD,
     emit_broadcast,
     emit_load,
-    emit_widen,
+    emit_shuffle,
+    emit_unpair,
     lanes,
     splat,
 )
@@ -69,6 +71,7 @@ def add_product(
     vectors: Any,
     ahead: Any,
     left: Any,
+    left_stride: Any,
     right_rows: Any,
     offset: Any,
     next_rows: Any,
@@ -78,23 +81,18 @@ def add_product(
 ) -> Any:
     """result[0:rows, 0:16·vectors] += left[0:rows, 0:depth] @ right[0:depth, …].
 
-    left is float32 [..., 64]; right's row k starts at right_rows[k] + offset (bytes) and holds elements of
-    `kind`; if `ahead`, the same place of next_rows is brought nearer. `rows` (up to 4), `vectors` and `ahead`
-    are literals.
+    left and result are float32, their strides in bytes; right's row k starts at right_rows[k] + offset
+    (bytes) and holds elements of `kind`, taken in its order; if `ahead`, the same place of next_rows is
+    brought nearer. `rows` (up to 4), `vectors` (1, or even) and `ahead` are literals.
     """
     literals = [literal_value(number) for number in (rows, vectors, ahead)]
     product = Product(kind, literals[0], literals[1], keep=True, ahead=bool(literals[2]))
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, _, _, left, right_rows, offset, next_rows, depth, result, stride = arguments
-        left_stride = INT64(TILE * 4)
-        emit_product(
-            builder, product, left, left_stride, right_rows, offset, next_rows, depth, result, stride
-        )
+        emit_product(builder, product, *arguments[4:])
         return context.get_dummy_value()
 
-    int64 = types.int64
-    return types.void(kind, rows, vectors, ahead, int64, int64, int64, int64, int64, int64, int64), codegen
+    return types.void(kind, rows, vectors, ahead, *[types.int64] * 8), codegen
 
 
 class Product(NamedTuple):
@@ -134,13 +132,9 @@ def emit_product(
     with cgutils.for_range(builder, depth) as loop:
         if product.ahead:
             upcoming = emit_row(builder, next_rows, loop.index, offset)
-            for line in range(0, product.vectors * LANES * SIZES[kind], LINE):
-                emit_prefetch(builder, builder.add(upcoming, INT64(line)))
+            emit_prefetch(builder, upcoming, product.vectors * LANES * SIZES[kind])
         right = builder.inttoptr(emit_row(builder, right_rows, loop.index, offset), BITS[kind].as_pointer())
-        operands = [
-            emit_load(builder, kind, builder.gep(right, [INT64(LANES * vector)]), LANES)
-            for vector in range(product.vectors)
-        ]
+        operands = emit_load_columns(builder, kind, right, product.vectors)
         for row in range(product.rows):
             factor = emit_broadcast(builder, builder.load(builder.gep(left_rows[row], [loop.index])))
             for vector, operand in enumerate(operands):
@@ -158,17 +152,26 @@ def emit_place(builder: Any, base: Any, stride: Any, row: int, vector: int) -> A
 
 @literal_intrinsic
 def dot_products(
-    typing_context: Any, kind: Any, rows: Any, left: Any, keys: Any, next_keys: Any, depth: Any, result: Any
+    typing_context: Any,
+    kind: Any,
+    rows: Any,
+    left: Any,
+    keys: Any,
+    next_keys: Any,
+    depth: Any,
+    result: Any,
+    result_stride: Any,
 ) -> Any:
     """result[0:rows, 0:16] = left[0:rows, 0:depth] @ keysᵀ for 16 keys as they lie: nothing is transposed.
 
-    left is float32 [rows, depth], result float32 [..., 64]; key k starts at keys[k] and holds `depth`
-    elements of `kind`, a multiple of 16; next_keys are brought nearer. `rows` (up to 4) is a literal.
+    left is float32 [rows, depth] in the order of `kind`, result float32, its stride in bytes; key k starts
+    at keys[k] and holds `depth` elements of `kind`, a multiple of 16; next_keys are brought nearer. `rows`
+    (up to 4) is a literal.
     """
     count = literal_value(rows)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, left, keys, next_keys, depth, result = arguments
+        _, _, left, keys, next_keys, depth, result, result_stride = arguments
         row_size = builder.mul(depth, INT64(4))
         left_rows = [emit_place(builder, left, row_size, row, 0) for row in range(count)]
         strips = cgutils.alloca_once(builder, VECTOR, size=count * STRIPS)
@@ -181,12 +184,11 @@ def dot_products(
         for row in range(count):
             places = [builder.gep(strips, [INT64(row * STRIPS + strip)]) for strip in range(STRIPS)]
             total = emit_fold(builder, [builder.load(place) for place in places], STRIP)
-            place = emit_place(builder, result, INT64(TILE * 4), row, 0)
+            place = emit_place(builder, result, result_stride, row, 0)
             builder.store(total, builder.bitcast(place, VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    int64 = types.int64
-    return types.void(kind, rows, int64, int64, int64, int64, int64), codegen
+    return types.void(kind, rows, *[types.int64] * 6), codegen
 
 
 def emit_dots(
@@ -200,7 +202,7 @@ def emit_dots(
 ) -> list[list[Any]]:
     """Per row and key of a strip, a vector whose lanes sum up to row · key; a line of the keys at a time."""
     indices = [builder.add(first_key, INT64(key)) for key in range(STRIP)]
-    zero, line = INT64(0), INT64(LINE // SIZES[kind])  # elements
+    zero, size = INT64(0), LANES * SIZES[kind]
     key_rows, upcoming = (
         [builder.inttoptr(emit_row(builder, rows, index, zero), BITS[kind].as_pointer()) for index in indices]
         for rows in (keys, next_keys)
@@ -209,21 +211,18 @@ def emit_dots(
     for total in (total for row in sums for total in row):
         builder.store(splat(FLOAT, 0.0, LANES), total)
 
-    def emit_step(place: Any) -> None:
-        operands = [emit_load(builder, kind, builder.gep(key, [place]), LANES) for key in key_rows]
-        for left_row, row_sums in zip(left_rows, sums, strict=True):
-            factor = emit_load(builder, types.float32, builder.gep(left_row, [place]), LANES)
-            for operand, total in zip(operands, row_sums, strict=True):
-                builder.store(emit_math(builder, "fma", factor, operand, builder.load(total)), total)
-
-    whole = builder.and_(depth, INT64(-line.constant))
-    with cgutils.for_range_slice(builder, zero, whole, line, inc=True) as (place, _):
+    def add(column: Any, vectors: int) -> None:
         for row in upcoming:
-            emit_prefetch(builder, builder.ptrtoint(builder.gep(row, [place]), INT64))
-        for vector in range(line.constant // LANES):
-            emit_step(builder.add(place, INT64(vector * LANES)))
-    with cgutils.for_range_slice(builder, whole, depth, INT64(LANES), inc=True) as (place, _):
-        emit_step(place)
+            emit_prefetch(builder, builder.ptrtoint(builder.gep(row, [column]), INT64), vectors * size)
+        operands = [emit_load_columns(builder, kind, builder.gep(row, [column]), vectors) for row in key_rows]
+        for left_row, row_sums in zip(left_rows, sums, strict=True):
+            factors = emit_load_columns(builder, types.float32, builder.gep(left_row, [column]), vectors)
+            for vector, factor in enumerate(factors):
+                for operand, total in zip(operands, row_sums, strict=True):
+                    fma = emit_math(builder, "fma", factor, operand[vector], builder.load(total))
+                    builder.store(fma, total)
+
+    emit_over_columns(builder, depth, add)
     return [[builder.load(total) for total in row] for row in sums]
 
 
@@ -233,9 +232,10 @@ def emit_fold(builder: Any, vectors: list[Any], distance: int) -> Any:
     16 vectors folded from distance 1 on become one, whose lane i is the sum of vector i.
     """
     while len(vectors) > 1:
-        low, high = swap_orders(distance)
+        here = [i + LANES if i & distance else i for i in range(LANES)]  # a blend, which any vector unit does
+        there = [i - distance + LANES if i & distance else i + distance for i in range(LANES)]
         vectors = [
-            builder.fadd(emit_shuffle(builder, a, b, low), emit_shuffle(builder, a, b, high))
+            builder.fadd(emit_shuffle(builder, a, b, here), emit_shuffle(builder, a, b, there))
             for a, b in zip(vectors[::2], vectors[1::2], strict=True)
         ]
         distance *= 2
@@ -258,7 +258,7 @@ def transpose(
         element = PAIRS if paired else BITS[kind]
         values = []
         for row in range(LANES):
-            emit_prefetch(builder, emit_row(builder, next_rows, row, offset))
+            emit_prefetch(builder, emit_row(builder, next_rows, row, offset), LINE)
             place = builder.inttoptr(emit_row(builder, rows, row, offset), element.as_pointer())
             values.append(builder.load(place, align=2) if paired else emit_load(builder, kind, place, LANES))
         columns = emit_transpose(builder, values)
@@ -291,24 +291,14 @@ def emit_row(builder: Any, rows: Any, index: Any, offset: Any) -> Any:
     return builder.add(builder.load(builder.gep(row_list, [position])), offset)
 
 
-def emit_prefetch(builder: Any, address: Any) -> None:
-    """Ask for the cache line at an address to be brought into the second-level cache."""
+def emit_prefetch(builder: Any, address: Any, size: int) -> None:
+    """Ask for `size` bytes at an address to be brought into the second-level cache, line by line."""
     byte_pointer = ir.IntType(8).as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    place = builder.inttoptr(address, byte_pointer)
-    builder.call(function, [place, WORD(READ), WORD(SECOND_LEVEL), WORD(DATA)])
-
-
-def emit_unpair(builder: Any, kind: Any, pairs: Any) -> tuple[Any, Any]:
-    """The low and the high 16 bits of every lane, as float32."""
-    shift = splat(WORD, 16, LANES)
-    if kind == types.uint16:  # bfloat16 is the upper half of a float32
-        high = builder.and_(pairs, splat(WORD, 0xFFFF0000, LANES))
-        return builder.bitcast(builder.shl(pairs, shift), VECTOR), builder.bitcast(high, VECTOR)
-    narrow = lanes(BITS[kind], LANES)
-    low, high = builder.trunc(pairs, narrow), builder.trunc(builder.lshr(pairs, shift), narrow)
-    return emit_widen(builder, kind, low, LANES), emit_widen(builder, kind, high, LANES)
+    for line in range(0, size, LINE):
+        place = builder.inttoptr(builder.add(address, INT64(line)), byte_pointer)
+        builder.call(function, [place, WORD(READ), WORD(SECOND_LEVEL), WORD(DATA)])
 
 
 def emit_transpose(builder: Any, values: list[Any]) -> list[Any]:
@@ -330,9 +320,3 @@ def swap_orders(distance: int) -> tuple[list[int], list[int]]:
     keep_low = [i if not i & distance else i - distance + LANES for i in range(LANES)]
     keep_high = [i + distance if not i & distance else i + LANES for i in range(LANES)]
     return keep_low, keep_high
-
-
-def emit_shuffle(builder: Any, first: Any, second: Any, order: list[int]) -> Any:
-    """Lanes picked from the two vectors, one after the other."""
-    mask = ir.Constant(lanes(WORD, LANES), order)
-    return builder.shuffle_vector(first, second, mask)
