@@ -42,6 +42,14 @@ class RunningSequence:
         assert self.copy_from is not None
         return self.copy_from, self.sequence.block_table[self.num_told_blocks]
 
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """One entry per prompt token (None for the first and for cached ones), once, for who tells them."""
+        collected, self.prompt_logprobs = self.prompt_logprobs, None
+        if collected is None:
+            return None
+        missing = self.sequence.num_prompt_tokens - len(collected)
+        return (*(None,) * missing, *collected)
+
     def held(self, block_size: int) -> HeldSequence:
         """As the manager is to take it over; it counts as told with that."""
         sequence = self.sequence

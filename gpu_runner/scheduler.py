@@ -16,7 +16,7 @@ from gpu_runner.request import EndReason, RunningRequest, RunningSequence, begin
 from gpu_runner.shared_tails import SharedTails
 from gpu_runner.start_faults import find_fault, refusal
 from gpu_runner.step import Candidate, Sampled, Scheduled, SequenceOutput, StepOutput, StepPlan
-from gpu_runner.step_report import ReportBuilder
+from gpu_runner.step_report import ReportBuilder, taken_by_others, without_others
 from gpu_runner.stop_conditions import finish
 from kvmanager.protocol import (
     MAX_VOCABULARY,
@@ -26,7 +26,6 @@ from kvmanager.protocol import (
     Start,
     StepReport,
     TokenEvent,
-    TokenLogprobs,
 )
 
 REMEMBERED_STARTS: Final = 4096
@@ -70,6 +69,7 @@ class Scheduler:
         self._uncopied: dict[tuple[int, int], RunningSequence] = {}  # whose first step is to copy `copy_from`
         self._beams: dict[int, Beams] = {}  # by start_id
         self._report = ReportBuilder(limits.block_size)
+        self._held_back: list[StepReport] | None = None  # while a manager that has restarted may not know us
         self._plan: StepPlan | None = None
         self._steps = 0
         self._sat_out = 0
@@ -148,23 +148,27 @@ class Scheduler:
     # --- over a restart of the manager ---------------------------------------------------------------------
 
     def holdings(self) -> Holdings:
-        """All that runs, for a manager that has restarted; what is reported from here on comes on top.
-
-        Until that manager has said what it keeps, `report` is not to be called. Left out are starts that have
-        yet to copy their first tokens, as what they copy may not be there any more.
+        """All that runs, for a manager that has restarted; until it has said what it keeps, reports are held
+        back. Left out are starts that have yet to copy their first tokens: these may not be there any more.
         """
         assert self._plan is None, "holdings while a step was in flight"
-        self._report = ReportBuilder(self._limits.block_size)
+        self._report, self._held_back = ReportBuilder(self._limits.block_size), []
         size, copying = self._limits.block_size, {start_id for start_id, _ in self._uncopied}
         held = [request.held(size) for key, request in self._requests.items() if key not in copying]
         return Holdings(tuple(held), tuple(self._credits))
 
-    def keep_only(self, start_ids: Collection[int]) -> None:
-        """Of the holdings, the manager has taken over these starts, and the credits; all else ends here."""
+    def keep_only(self, start_ids: Collection[int]) -> list[StepReport]:
+        """Of the holdings, the manager has taken over these starts, and the credits; all else ends here.
+        Returns the reports that were held back.
+        """
         assert self._plan is None, "starts end while a step was in flight"
         for start_id in self._requests.keys() - {*start_ids}:
             self._end_all(start_id, "cancelled")
-        self._credits.grant(self._report.keep_only(start_ids))
+        last = self._report.build((), self._report.credits_wanted, self.num_tail_tokens)
+        held_back, self._held_back = [*(self._held_back or ()), last], None
+        reports = [report for report in held_back if report is not None]
+        self._credits.grant(taken_by_others(reports, start_ids))
+        return without_others(reports, start_ids)
 
     # --- the plan -------------------------------------------------------------------------------------------
 
@@ -231,7 +235,10 @@ class Scheduler:
     def report(self) -> StepReport | None:
         """What has changed since the last report; None if nothing has. To be called after each `schedule`."""
         wanted = look_ahead(self._needs())
-        return self._report.build(self._credits.give_back(wanted), wanted, self.num_tail_tokens)
+        report = self._report.build(self._credits.give_back(wanted), wanted, self.num_tail_tokens)
+        if self._held_back is not None and report is not None:
+            self._held_back.append(report)
+        return report if self._held_back is None else None
 
     @property
     def num_tail_tokens(self) -> int:
@@ -307,7 +314,7 @@ class Scheduler:
         if beams.over:
             for beam in list(sequences.values()):
                 self._end(beam, "finished")
-            return beams.results(running.num_cached_tokens, _take_prompt_logprobs(running))
+            return beams.results(running.num_cached_tokens, running.take_prompt_logprobs())
         for move in moves:
             if move.token_ids:
                 owners = self._fork(sequences[move.choice], move.children)
@@ -332,7 +339,7 @@ class Scheduler:
             0,
             (),
             first.num_cached_tokens,
-            prompt_logprobs=_take_prompt_logprobs(first),
+            prompt_logprobs=first.take_prompt_logprobs(),
             search=state,
         )
         for beam in running:
@@ -375,7 +382,7 @@ class Scheduler:
             (sampled.token_id,),
             running.num_cached_tokens,
             None if sampled.logprobs is None else (sampled.logprobs,),
-            _take_prompt_logprobs(running),
+            running.take_prompt_logprobs(),
             verdict.reason,
             verdict.stop_reason,
         )
@@ -386,12 +393,3 @@ class Scheduler:
 
 def _last_step(running: RunningSequence) -> int:
     return running.last_step
-
-
-def _take_prompt_logprobs(running: RunningSequence) -> tuple[TokenLogprobs | None, ...] | None:
-    """One entry per prompt token (None for the first and for cached ones), at the first output token only."""
-    collected, running.prompt_logprobs = running.prompt_logprobs, None
-    if collected is None:
-        return None
-    missing = running.sequence.num_prompt_tokens - len(collected)
-    return (*(None,) * missing, *collected)

@@ -142,10 +142,10 @@ class Server:
     def _taken_over(self, welcome: Welcome) -> None:
         """The manager has read what ran here, and keeps some or all of it."""
         self._held = self._drain_until = None
-        before = self._running
+        before, late = self._running, []
         if welcome.kept:
             self._boot_id = welcome.session.boot_id
-            self._scheduler.keep_only(welcome.kept)
+            late = self._scheduler.keep_only(welcome.kept)
             log.info("session goes on %s", _pairs(session=welcome.session.incarnation, running=self._running))
         else:
             self._enter(welcome)
@@ -153,7 +153,8 @@ class Server:
             log.warning(
                 "dropped, as the manager does not know it %s", _pairs(sequences=before - self._running)
             )
-        self._client.send(Ready())
+        for message in (Ready(), *late):
+            self._client.send(message)
 
     def _connect(self) -> Welcome | None:
         """A new session, or None when this runner is to stop before there is one."""
@@ -203,7 +204,7 @@ class Server:
         elif self._draining and self._drain_until is None:
             self._begin_drain()
         plan = None if self._draining else self._scheduler.schedule()
-        if self._held is None and (report := self._scheduler.report()) is not None:
+        if (report := self._scheduler.report()) is not None:
             self._client.send(report)
         if plan is None:
             self._sender.flush()

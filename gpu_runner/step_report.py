@@ -1,6 +1,8 @@
 """Collects what the manager must be told of a step, in the order in which it applies it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+
+from msgspec import structs
 
 from gpu_runner.request import EndReason, RunningSequence
 from kvmanager.protocol import BlockRef, Copied, Ended, Forked, Progress, SearchState, StepReport, Taken
@@ -11,7 +13,7 @@ class ReportBuilder:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._credits_wanted = 0  # as last told
+        self.credits_wanted = 0  # as last told
         self._begin()
 
     def _begin(self) -> None:
@@ -52,18 +54,6 @@ class ReportBuilder:
     def taken(self, running: RunningSequence, block: BlockRef) -> None:
         self._taken.append(Taken(*running.key, (block,)))
 
-    def keep_only(self, start_ids: Collection[int]) -> list[BlockRef]:
-        """Nothing is to be told of other starts; returns the blocks that those had taken."""
-        taken = [block for each in self._taken if each.start_id not in start_ids for block in each.blocks]
-        taken += [each.block for each in self._copied if each.start_id not in start_ids]
-        self._progress = [each for each in self._progress if each.start_id in start_ids]
-        self._forked = [each for each in self._forked if each.start_id in start_ids]
-        self._ended = [each for each in self._ended if each.start_id in start_ids]
-        self._copied = [each for each in self._copied if each.start_id in start_ids]
-        self._taken = [each for each in self._taken if each.start_id in start_ids]
-        self._sources_read = [key for key in self._sources_read if key[0] in start_ids]
-        return taken
-
     def build(
         self, returned: tuple[BlockRef, ...], credits_wanted: int, num_tail_tokens: int
     ) -> StepReport | None:
@@ -79,8 +69,32 @@ class ReportBuilder:
             tuple(self._sources_read),
             num_tail_tokens,
         )
-        if report == StepReport(credits_wanted=self._credits_wanted, num_tail_tokens=num_tail_tokens):
+        if report == StepReport(credits_wanted=self.credits_wanted, num_tail_tokens=num_tail_tokens):
             return None
-        self._credits_wanted = credits_wanted
+        self.credits_wanted = credits_wanted
         self._begin()
         return report
+
+
+def without_others(reports: Iterable[StepReport], start_ids: Collection[int]) -> list[StepReport]:
+    """What they tell of these starts, and of credits."""
+    return [
+        structs.replace(
+            report,
+            progress=tuple(each for each in report.progress if each.start_id in start_ids),
+            forked=tuple(each for each in report.forked if each.start_id in start_ids),
+            ended=tuple(each for each in report.ended if each.start_id in start_ids),
+            copied=tuple(each for each in report.copied if each.start_id in start_ids),
+            taken=tuple(each for each in report.taken if each.start_id in start_ids),
+            sources_read=tuple(key for key in report.sources_read if key[0] in start_ids),
+        )
+        for report in reports
+    ]
+
+
+def taken_by_others(reports: Iterable[StepReport], start_ids: Collection[int]) -> Iterator[BlockRef]:
+    """Credits that others than these starts have used."""
+    for report in reports:
+        for taken in report.taken:
+            yield from taken.blocks if taken.start_id not in start_ids else ()
+        yield from (copied.block for copied in report.copied if copied.start_id not in start_ids)

@@ -94,14 +94,15 @@ class Runner(Process):
             self._taken_over(message)
 
     def _taken_over(self, welcome: Welcome) -> None:
-        self.boot_id = welcome.session.boot_id
+        self.boot_id, late = welcome.session.boot_id, []
         if welcome.kept:
             self.world.statistics["starts taken over"] += len(welcome.kept)
-            self.scheduler.keep_only(welcome.kept)
+            late = self.scheduler.keep_only(welcome.kept)
             self.held, self.told = None, False
         else:
             self._begin()
-        self.send(Ready())
+        for each in (Ready(), *late):
+            self.send(each)
 
     def _plan(self) -> None:
         """As much as has come; how much that is, chance decides."""
@@ -128,9 +129,8 @@ class Runner(Process):
             self.send(Draining())
         self.plan = None if self.draining else self.scheduler.schedule()
         self.rests = self.plan is None
-        if self.held is not None:
-            self.rests = False
-        elif (report := self.scheduler.report()) is not None:
+        self.rests &= self.held is None
+        if (report := self.scheduler.report()) is not None:
             self.rests = False
             self.send(report)
         self.unreported = {}
