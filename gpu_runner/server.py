@@ -128,6 +128,7 @@ class Server:
         """The manager has restarted: tell it what runs here, and go on with the credits in hand."""
         self._held = self._scheduler.holdings()
         self._absent_at = time.monotonic() + self._config.connect_seconds
+        self._reassert_at = 0.0
         log.warning("the manager has restarted %s", _pairs(boot_id=boot_id, running=self._running))
         self._reassert()
 

@@ -7,6 +7,7 @@ clients are thin shells around it. A probe is a message with an empty body, sent
 """
 
 import asyncio
+import contextlib
 import time
 from types import TracebackType
 from typing import Any, Final, Self
@@ -232,8 +233,10 @@ class ManagerClient(_Client):
         self._probe()
 
     def _probe(self) -> None:
+        """Without room for it there is none: it would come after all that waits."""
         if (probe := self._session.probe(time.monotonic())) is not None:
-            self._send(probe)
+            with contextlib.suppress(zmq.Again):
+                self.socket.send_multipart(probe, zmq.DONTWAIT)
 
     def send(self, message: Any) -> None:
         """Queue `message`, never wait. Raises PagekeeperError ("manager_absent") without session or room."""

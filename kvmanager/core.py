@@ -62,7 +62,6 @@ class Core:
     def __init__(self, boot_id: str, pool_directory: str, policy: Policy, now: float) -> None:
         self.state = State(boot_id, pool_directory, policy, now)
         self.unix_offset = 0.0  # seconds, from the clock of `now` to Unix time
-        self._began = now
         self._too_early: list[tuple[int, Query]] = []  # questions, by client, until events are looked at
 
     def attach(
@@ -85,7 +84,7 @@ class Core:
         state.survivors = set(survivors)
         pool.may_evict = not survivors
         if survivors:
-            state.roll_call = RollCall(survivors, self._began + state.policy.roll_call_wait)
+            state.roll_call = RollCall(survivors, state.policy.roll_call_wait)
         if tier is not None:
             state.tiering = Tiering(tier, state.policy.resume)
             tier.attach(pool.log)

@@ -294,9 +294,9 @@ class Server:
         peer = Peer(session.client_id, encode(session), identity)
         self._peers[session.client_id] = self._by_frame[peer.frame] = peer
         log.info("event=hello name=%r client=%d kind=%s", hello.name, peer.client_id, type(hello).__name__)
-        self._carry_out(effects)
         if isinstance(answer, Welcome):
             self._send(identity, b"", answer)
+        self._carry_out(effects)
 
     def _prepare(self, hello: Hello) -> Refused | None:
         """Its lock must be held, and its layout be that of the pool, which is made for the first."""

@@ -124,6 +124,10 @@ def _requests(state: State) -> Iterator[str]:
             if request.state is RequestState.GONE or not placed or not known:
                 yield f"request {key} is {request.state.name} and in the wrong place"
     for active in state.actives():
+        wanted = active.request
+        entry = wanted.frontend.requests.get(wanted.submit.request_id)
+        if wanted.state is not RequestState.GONE and entry is not wanted:
+            yield f"start {active.start_id} is of a request that its frontend does not have"
         live = active.request.state is RequestState.RUNNING and active.request.active is active
         if not active.sequences or (active.state is not StartState.CANCELLING and not live):
             yield f"start {active.start_id} is {active.state.name} and has nothing to run"

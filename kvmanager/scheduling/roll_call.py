@@ -15,19 +15,24 @@ MAX_CLAIMS = 1 << 14  # of all frontends; of more, nothing is taken over
 
 
 class RollCall:
-    """Who has yet to speak, and what the others have said. It is over at `until` (seconds) at the latest."""
+    """Who has yet to speak, and what the others have said. It is over `wait` seconds after the first look at
+    the latest: reading the records, before that, may take as long.
+    """
 
-    __slots__ = ("_absent", "claims", "holdings", "until")
+    __slots__ = ("_absent", "_until", "_wait", "claims", "holdings")
 
-    def __init__(self, survivors: Iterable[str], until: float) -> None:
+    def __init__(self, survivors: Iterable[str], wait: float) -> None:
         self._absent = set(survivors)  # locks
-        self.until = until
+        self._wait = wait
+        self._until: float | None = None
         self.holdings: dict[Runner, Holdings] = {}
         self.claims: dict[tuple[str, str], tuple[Frontend, Submit]] = {}
         """By token endpoint and request_id."""
 
     def is_over(self, now: float) -> bool:
-        return not self._absent or now >= self.until
+        if self._until is None:
+            self._until = now + self._wait
+        return not self._absent or now >= self._until
 
     def spoke(self, lock: str) -> None:
         """Nothing more comes from the process with this lock: it has said all, or is gone."""
@@ -39,6 +44,10 @@ class RollCall:
             return False
         self.claims[frontend.hello.token_endpoint, submit.request_id] = frontend, submit
         return True
+
+    def withdraw(self, frontend: Frontend, request_id: str) -> None:
+        """The frontend wants it no more, or anew."""
+        self.claims.pop((frontend.hello.token_endpoint, request_id), None)
 
     def leave(self, client: Client) -> None:
         """Its session is over, and with it what it has said; it may say so again."""

@@ -1,5 +1,7 @@
 """Sessions: Hello, and what becomes of a client's requests, starts and blocks when its session ends."""
 
+from msgspec.structs import replace
+
 from kvmanager.pool.block_pool import RESERVED
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
@@ -11,8 +13,9 @@ from kvmanager.protocol import (
     Session,
     Welcome,
 )
+from kvmanager.scheduling import device_memory
 from kvmanager.scheduling.clients import Client, Frontend, Quarantine, Runner
-from kvmanager.scheduling.requests import RequestState
+from kvmanager.scheduling.requests import RequestState, StartState
 from kvmanager.state import State
 
 
@@ -28,6 +31,8 @@ def refusal(state: State, hello: Hello) -> Refused | None:
         return None
     if hello.max_num_seqs < 1 or hello.max_model_len < 1:
         return Refused("invalid_request", f"{hello.name}: max_num_seqs and max_model_len must be at least 1")
+    if (refused := device_memory.refusal(state, hello)) is not None:
+        return refused
     if state.pool is not None and hello.layout != state.pool.layout:
         names = [
             name for name in hello.layout.__struct_fields__ if differ(hello.layout, state.pool.layout, name)
@@ -65,7 +70,18 @@ def welcome(state: State, hello: Hello, now: float) -> Welcome | Session:
         if client.hello.holdings is not None:
             state.roll_call.holdings[client] = client.hello.holdings
             return session_of(state, client)
+    if isinstance(client, Runner):
+        repeat(client)
     return welcome_to(state, client)
+
+
+def repeat(runner: Runner) -> None:
+    """What a runner was told with a Welcome that may have been lost."""
+    for active in runner.active.values():
+        if active.state is StartState.CANCELLING:
+            runner.outbox.cancels += (active.start_id,)
+        elif active.state is StartState.PREEMPTING:
+            runner.outbox.preempts += (active.start_id,)
 
 
 def session_of(state: State, client: Client) -> Session:
@@ -73,6 +89,9 @@ def session_of(state: State, client: Client) -> Session:
 
 
 def welcome_to(state: State, client: Client) -> Welcome:
+    """A runner that keeps nothing begins with new memory, where its pool is that of its device."""
+    if isinstance(client, Runner) and not (client.hello.shared_pool or client.kept):
+        device_memory.forget_content(state)
     num_blocks = state.pool.num_blocks if state.pool is not None else 0
     kept = client.kept if isinstance(client, Runner) else ()
     return Welcome(session_of(state, client), state.pool_directory, num_blocks, kept)
@@ -104,6 +123,8 @@ def supersede(state: State, client: Client, now: float) -> None:
 def confirm(state: State, client: Client) -> None:
     """The first message under a session: its process knows of it, and has dropped all it had before."""
     client.touched = True
+    if isinstance(client, Runner) and client.hello.holdings is not None:
+        client.hello = replace(client.hello, holdings=None)  # they may be large
     take_back(state, client.hello.lock)
 
 

@@ -40,6 +40,8 @@ def submit(state: State, frontend: Frontend, message: Submit, now: float) -> Non
     if message.claim:
         claim(state, frontend, message)
         return
+    if state.roll_call is not None:
+        state.roll_call.withdraw(frontend, message.request_id)
     known = frontend.requests.get(message.request_id)
     if known is not None:
         attempt, counted = known.submit.attempt, known.counted
@@ -145,4 +147,4 @@ def cancel(state: State, frontend: Frontend, message: Cancel) -> None:
     if request is not None and request.submit.attempt == message.attempt:
         state.cancel(request)
     if state.roll_call is not None:
-        state.roll_call.claims.pop((frontend.hello.token_endpoint, message.request_id), None)
+        state.roll_call.withdraw(frontend, message.request_id)

@@ -2,8 +2,10 @@
 block that is still written. Only a message under the new session proves that nothing older is used.
 """
 
+from msgspec.structs import replace
+
 from kvmanager.core import Core
-from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, BlockPool
+from kvmanager.pool.block_pool import CACHED, FREE, QUARANTINED, SEALED, BlockPool
 from kvmanager.pool.hashing import content
 from kvmanager.protocol import (
     PROTOCOL_VERSION,
@@ -11,6 +13,7 @@ from kvmanager.protocol import (
     FrontendHello,
     Layout,
     Ready,
+    Refused,
     RunnerHello,
     RunnerLost,
     SamplingParams,
@@ -18,6 +21,7 @@ from kvmanager.protocol import (
     Welcome,
 )
 from kvmanager.restore import restore_pool
+from kvmanager.scheduling.clients import Quarantine
 from kvmanager.state import Policy
 
 LAYOUT = Layout("fingerprint", "float32", 4, 1, 1, 2)
@@ -68,3 +72,25 @@ def test_a_hello_at_the_next_managers_start_frees_nothing_yet() -> None:
     core.handle(1.0, welcome.session.client_id, None)  # a probe
     assert pool.state == [CACHED, FREE, FREE]
     assert pool.may_evict
+
+
+def test_a_runner_with_memory_of_its_own_begins_with_nothing_and_alone() -> None:
+    core = Core("boot", "/pool", Policy(), 0.0)
+    pool = BlockPool(4, LAYOUT)
+    core.attach(pool)
+    own = replace(RUNNER_HELLO, shared_pool=False)
+    core.hello(0.0, own)
+    for block, text in enumerate((bytes(16), b"1234" * 4)):
+        holder = Quarantine("some holder")
+        pool.grant(holder)
+        pool.seal(block, content(pool.root, text, b""), 0.0)
+        if block:
+            pool.release(block, holder)
+    assert pool.state == [SEALED, CACHED, FREE, FREE]
+    refused = core.hello(1.0, replace(RUNNER_HELLO, name="other", lock="other"))[0]
+    assert isinstance(refused, Refused)
+    assert "cannot share a pool" in refused.message
+    core.hello(2.0, replace(own, max_num_seqs=5))
+    assert pool.state == [SEALED, FREE, FREE, FREE]
+    assert pool.unfound == {0}
+    assert pool.find(content(pool.root, bytes(16), b"")) is None

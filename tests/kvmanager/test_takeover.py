@@ -179,6 +179,59 @@ def test_what_the_records_do_not_bear_out_is_submitted_again(changed: dict[str, 
     assert world.pool.counts == [6, 0, 0, 2, 0]
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"block_table": (0, 2, 1)},
+        {"block_table": (2, 1, 0)},
+        {"output_token_ids": (6, 7, 8, 9, 10, 11, 13), "num_computed_tokens": 12},  # other tokens in block 2
+        {"output_token_ids": (6, 7, 8, 9, 10, 11, 12), "num_computed_tokens": 11},  # one has not filled it
+    ],
+)
+def test_sequences_that_share_a_block_must_agree_on_it(second: dict[str, object]) -> None:
+    world = Restarted()
+    started = world.holdings.starts[0]
+    first = HeldSequence(0, (6, 7, 8, 9, 10, 11, 12), (0, 1, 2), 12)
+    other = replace(first, choice=1, **second)
+    holdings = replace(world.holdings, starts=(replace(started, sequences=(first, other)),))
+    assert (world.kept(world.take_over(holdings)), audit(world.core.state)) == ((), [])
+
+
+@pytest.mark.parametrize("start_id", [-1, 2**63, 2**64 - 1])
+def test_a_start_has_a_number_that_others_can_follow(start_id: int) -> None:
+    world = Restarted()
+    started = replace(world.holdings.starts[0], start_id=start_id)
+    assert world.kept(world.take_over(replace(world.holdings, starts=(started,)))) == ()
+
+
+def test_a_claim_gives_way_to_the_next_attempt() -> None:
+    world = Restarted()
+    runner = world.hello(10.0, replace(RUNNER_HELLO, holdings=world.holdings))
+    frontend = world.hello(10.0, FRONTEND_HELLO)
+    world.core.handle(10.0, frontend, world.claim)
+    world.core.handle(10.0, frontend, replace(world.claim, claim=False, attempt=1))
+    effects = world.core.handle(10.0, frontend, Claimed())
+    assert [who for who, _ in effects.messages] == [runner]
+    assert (world.kept(effects), audit(world.core.state)) == ((), [])
+    assert len(world.core.state.waiting) == 1
+
+
+def test_a_cancel_is_told_again_with_a_welcome_that_may_have_been_lost() -> None:
+    world = Restarted()
+    world.take_over()
+    world.core.handle(10.0, world.frontend, Cancel("request", 0))
+    welcome, effects = world.core.hello(10.1, replace(RUNNER_HELLO, holdings=world.holdings))
+    assert isinstance(welcome, Welcome)
+    (cancels,) = [each.cancels for who, each in effects.messages if who == world.runner]
+    assert cancels == (world.start.start_id,)
+
+
+def test_the_time_of_a_roll_call_begins_when_the_records_have_been_read() -> None:
+    world = Restarted()
+    assert world.core.tick(20.0).messages == []
+    assert world.kept(world.take_over(now=21.0)) == (world.start.start_id,)
+
+
 @pytest.mark.parametrize("credits", [((3, 7),), ((4, 1),), ((2, 1), (3, 1)), ((99, 1),)])
 def test_a_runner_with_wrong_credits_keeps_nothing(credits: tuple[tuple[int, int], ...]) -> None:
     world = Restarted()

@@ -1,6 +1,6 @@
 """The manager's process in the simulator: the real core and records, in a shell like its server's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import msgspec
@@ -74,7 +74,7 @@ class Manager:
         self.copier = copier
         self.core = Core(boot_id, "/pool", policy, now)
         self.faults: list[str] = []
-        self.core.on_fault = self.faults.append
+        self.core.on_fault = self._fenced
         self.fuse: int | None = None
         self.tear = False  # whether the record at the fuse's end is half written
         self.touched: set[int] = set()  # blocks whose record has changed since the last look at it
@@ -126,6 +126,13 @@ class Manager:
         self.trace("manager", "gets", (peer.client_id, message))
         self._carry_out(self.core.handle(now, peer.client_id, message))
 
+    def _fenced(self, reason: str) -> None:
+        self.faults.append(reason)
+        assert any(repr(name) in reason for name in self.misbehaving), reason
+
+    misbehaving: Set[str] = frozenset()
+    """Runners that are to be fenced; no others."""
+
     def tick(self, now: float) -> None:
         """Who lives, and the passing of time."""
         for name in [name for name, lock in self._watched.items() if not lock.held]:
@@ -161,9 +168,9 @@ class Manager:
         self._forget(session.client_id)
         peer = Peer(session.client_id, encode(session), connection, connection.identity)
         self._peers[session.client_id] = self._by_frame[peer.frame] = peer
-        self._carry_out(effects)
         if isinstance(answer, Welcome):
             self._send(connection, connection.identity, b"", answer)
+        self._carry_out(effects)
 
     def _prepare(self, hello: Hello) -> Refused | None:
         lock = self.disk.locks.get(hello.lock)

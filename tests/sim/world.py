@@ -46,6 +46,7 @@ class World:
         self.verbose = verbose
         self.now = 100.0
         self.messages = 0
+        self._misbehaving: set[str] = set()  # runners
         self.losses = 0  # runners that have died, left or were fenced
         self.statistics: Counter[str] = Counter()
         self.events: deque[tuple[float, str, str, Any]] = deque(maxlen=REMEMBERED)
@@ -148,6 +149,7 @@ class World:
         copier = Copier(self.disk.tier, self.cells, self.random)
         self.manager = Manager(self.disk, f"boot-{self._boots}", self.policy, copier, self.now)
         self.manager.core_layout = LAYOUT
+        self.manager.misbehaving = self._misbehaving
         self.manager.trace = self.trace
         self.sharing.restart()
         self.manager.watch = self._watch
@@ -199,6 +201,7 @@ class World:
         else:
             self.trace(runner.name, "misbehaves", "")
             self.losses += 1
+            self._misbehaving.add(runner.name)
             runner.misbehave()
 
     def _light_the_fuse(self) -> None:
@@ -379,12 +382,9 @@ class World:
         running = [(r.name, r.scheduler.statistics()) for r in self.runners]
         pool = state.pool.statistics() if state.pool else None
         waiting = [request.submit.request_id for request in state.waiting]
-        known = [client.hello.name for client in state.clients.values()]
         alive = [(process.name, self._client_id(process)) for process in self.processes]
-        return (
-            f"live {live}, waiting {waiting}, runners {running}, {pool}, survivors {state.survivors}, "
-            f"known {known}, alive {alive}, to come {self._births}"
-        )
+        who = f"survivors {state.survivors}, alive {alive}, to come {self._births}"
+        return f"live {live}, waiting {waiting}, runners {running}, {pool}, {who}"
 
     def _count_counters(self, manager: Manager) -> None:
         counters = manager.core.state.counters
