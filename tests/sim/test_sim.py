@@ -17,7 +17,8 @@ from gpu_runner.scheduler import Scheduler
 from gpu_runner.shared_tails import SharedTails
 from kvmanager.core import Core
 from kvmanager.pool.ledger import Ledger
-from kvmanager.scheduling import admission, requests, sessions, takeover
+from kvmanager.scheduling import admission, requests, sessions
+from kvmanager.scheduling.takeover import Takeover
 from kvmanager.state import Effects, State
 from kvmanager.tier.tiers import Copy
 from tests.sim.simulate import SimulationError, simulate
@@ -119,7 +120,7 @@ PLANTED = {
     "a dead runner's blocks are forgotten": (sessions, "gone", gone_with_its_blocks),
     "what a failed copy has left is content": (Core, "copied", copied_well),
     "a fenced runner's blocks are reused": (sessions, "quarantine_of", lambda state, lock: None),
-    "what a runner holds is believed": (takeover, "is_sound", lambda pool, request, taken, own: True),
+    "what a runner holds is believed": (Takeover, "_is_sound", lambda self, request, taken: True),
     "a runner goes on with what is not taken over": (Scheduler, "keep_only", lambda self, start_ids: None),
 }
 
