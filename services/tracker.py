@@ -133,6 +133,8 @@ class Tracker:
         assert request.request_id not in self.live, f"{request.request_id} is submitted twice"
         self.live[request.request_id] = request
         request.last_sign = now
+        if self._last_tick is None:  # it may stand still before its first tick, too
+            self._last_tick = now
         return Effects(send=[self._submission(now, request)] if self.connected else [])
 
     def cancel(self, request: Request) -> Effects:

@@ -231,6 +231,7 @@ def test_every_wait_for_the_manager_is_bounded() -> None:
     absent = Tracker(TIMEOUT, 100)
     request = new_request()
     absent.submit(0.0, request)
+    assert absent.tick(STOOD_STILL).changed == []
     assert absent.tick(TIMEOUT).changed == []
     assert absent.tick(TIMEOUT + 0.1).changed == [request]
     assert request.error is not None
@@ -250,6 +251,14 @@ def test_after_standing_still_everything_is_submitted_again() -> None:
     assert not request.done
 
 
+def test_standing_still_before_the_first_tick_is_noticed_too() -> None:
+    tracker, request = connected(), new_request()
+    tracker.submit(100.0, request)
+    (message,) = tracker.tick(100.0 + STOOD_STILL + 1.0).send
+    assert isinstance(message, Submit)
+    assert message.attempt == 1
+
+
 def test_after_standing_still_without_a_manager_the_wait_begins_anew() -> None:
     tracker, request = connected(), new_request()
     tracker.submit(0.0, request)
@@ -266,6 +275,7 @@ def test_an_accepted_request_waits_as_long_as_the_manager_lives() -> None:
     tracker, request = connected(), new_request()
     tracker.submit(0.0, request)
     tracker.heard(0.0, Accepted("r", 0))
+    tracker.tick(4.0)
     for now in range(0, 100, 5):
         tracker.heard(float(now), None)
         assert tracker.tick(now + 9.0).changed == []
