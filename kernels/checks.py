@@ -56,10 +56,12 @@ def check_device(**tensors: Tensor) -> None:
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor, num_kv_heads: int | None, head_dim: int) -> None:
-    """Both caches have one shape and dtype, with whole vectors per head."""
+    """Both caches have one shape and dtype, with whole vectors per head and blocks of whole eights."""
     check_tensor("key_cache", key_cache, FLOATS, (None, num_kv_heads, None, head_dim))
     check_tensor("value_cache", value_cache, (key_cache.dtype,), tuple(key_cache.shape))
     require(head_dim % 16 == 0, f"key_cache has head_dim {head_dim}, expected a multiple of 16")
+    block_size = key_cache.shape[2]
+    require(block_size % 8 == 0, f"key_cache has block size {block_size}, expected a multiple of 8")
 
 
 def check_slots(slot_mapping: Tensor, key_cache: Tensor, num_tokens: int) -> None:

@@ -1,22 +1,22 @@
 """What paged_attention does before its threads start: cut the batch into pieces, and place scratch memory."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
+from kernels.cpu.columns import num_bands
 from kernels.cpu.jit import jit
-from kernels.cpu.memory import INT32, INT64, Kind, elements
-from kernels.cpu.tile import LINE, ROWS, TILE
+from kernels.cpu.memory import INT32, INT64, LINE, Kind, elements
+from kernels.cpu.spans import AHEAD, SPAN
+from kernels.cpu.tile import ROWS, TILE
 
 MAX_ROWS = 96  # rows of a piece: enough to pay for transposing the keys once per piece
+FEW_ROWS = 16  # up to so many do not pay for it, and are multiplied with keys and values as they lie
 SPLIT = 256  # keys of a piece of a split sequence
-LONG_TILE = 128  # keys of a tile of at most 4 rows, for which a softmax costs as much as 16 keys do
-TURNS = 4  # turns per thread from which on a turn is a whole piece: its heads lie in the same pages of memory
+TURN_HEADS = 8  # most KV heads that a thread takes at a time
+LAST_PIECES = 1  # pieces per thread that are shared out head by head, so that threads end at the same time
+SEATED_ROWS = max(MAX_ROWS, TURN_HEADS * FEW_ROWS)  # rows that a thread has at a time
 PIECE_FIELDS = (
     8  # sequence, first row, rows, first key, end of keys, split, splits, place of the partial results
 )
-
-NOWHERE: Any = np.int64(0)  # an address; a plain 0 would be a type of its own, and compiled for again
 
 
 class Job(NamedTuple):
@@ -53,10 +53,13 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where the parts of the workspace lie (addresses), and how many pieces there are."""
+    """Where the parts of the workspace lie (addresses), and how the pieces are shared out.
 
-    num_pieces: int
-    turn_items: int  # items that a thread takes at a time
+    A turn is what a thread takes at a time: a piece for some KV heads.
+    """
+
+    num_turns: int
+    wide_turns: int  # the first ones, for up to TURN_HEADS heads; the others are for one
     next_turn: int  # int64 counter of turns taken
     next_thread: int  # int64 counter of threads that came
     pieces: int  # PIECE_FIELDS × int64 each
@@ -74,23 +77,39 @@ def lines(size: int) -> int:
 
 
 @jit
-def lay_out(job: Job, workspace: int, num_pieces: int, partial_floats: int, threads: int) -> Plan:
-    """Place the parts one after the other."""
-    pieces = workspace + 2 * LINE
-    finished = pieces + lines(num_pieces * PIECE_FIELDS * 8)
-    partials = finished + lines(num_pieces * job.num_kv_heads * 8)
-    scratch = partials + lines(partial_floats * 4)
-    scratch_size = scratch_of(job, scratch).end - scratch
-    end = scratch + threads * scratch_size
-    turn_items = job.num_kv_heads if num_pieces >= TURNS * threads else 1
-    counters = workspace, workspace + LINE
-    return Plan(num_pieces, turn_items, *counters, pieces, finished, partials, scratch, scratch_size, end)
+def turns_of(num_kv_heads: int) -> int:
+    """Wide turns of a piece."""
+    return (num_kv_heads + TURN_HEADS - 1) // TURN_HEADS
 
 
 @jit
-def write_pieces(job: Job, address: int) -> tuple[int, int, int]:
-    """Count the pieces, the floats of their partial results and the work; write the pieces at an address.
+def lay_out(job: Job, workspace: int, num_pieces: int, partial_floats: int, threads: int) -> Plan:
+    """Place the parts one after the other, behind the pieces that are written already."""
+    heads = job.num_kv_heads
+    pieces = pieces_in(workspace)
+    finished = lines(pieces + num_pieces * PIECE_FIELDS * 8)
+    partials = finished + lines(num_pieces * heads * 8)
+    scratch = partials + lines(partial_floats * 4)
+    scratch_size = scratch_of(job, scratch).end - scratch
+    end = scratch + threads * scratch_size
+    last_pieces = min(num_pieces, LAST_PIECES * threads)
+    wide_turns = (num_pieces - last_pieces) * turns_of(heads)
+    num_turns = wide_turns + last_pieces * heads
+    counters, places = (workspace, workspace + LINE), (pieces, finished, partials, scratch)
+    return Plan(num_turns, wide_turns, *counters, *places, scratch_size, end)
 
+
+@jit
+def pieces_in(workspace: int) -> int:
+    """Where the pieces lie: behind the counters."""
+    return workspace + 2 * LINE
+
+
+@jit
+def write_pieces(job: Job, address: int, end: int) -> tuple[int, int, int]:
+    """Write the pieces at an address, as far as they fit before `end`.
+
+    Returns how many there are, the floats of their partial results, and the work.
     Work is what shares it out well: elements of keys that pass by, per started product of 4 rows.
     """
     starts, contexts = elements(INT32, job.query_start), elements(INT32, job.context_lens)
@@ -107,8 +126,9 @@ def write_pieces(job: Job, address: int) -> tuple[int, int, int]:
             work += (high - low) * job.head_dim * job.num_kv_heads * (padded(num_rows) // ROWS)
             splits = (high - 1) // SPLIT - first_split + 1 if rows <= MAX_ROWS else 1
             for split in range(splits):
-                if address != NOWHERE:
-                    piece = elements(INT64, address + count * PIECE_FIELDS * 8)
+                here = address + count * PIECE_FIELDS * 8
+                if here + PIECE_FIELDS * 8 <= end:
+                    piece = elements(INT64, here)
                     piece[0], piece[1], piece[2] = sequence, first_row, num_rows
                     piece[3] = max(low, (first_split + split) * SPLIT) if splits > 1 else low
                     piece[4] = min(high, (first_split + split + 1) * SPLIT) if splits > 1 else high
@@ -134,44 +154,65 @@ def partial_size(job: Job, num_rows: int) -> int:
 class Scratch(NamedTuple):
     """One thread's scratch (addresses)."""
 
-    query: int  # [MAX_ROWS, head_dim], scaled
-    sums: int  # [MAX_ROWS, head_dim]: weighted values
-    maxima: int  # [MAX_ROWS]
-    weights: int  # [MAX_ROWS]: sums of weights
-    scores: int  # [MAX_ROWS, TILE] or [ROWS, LONG_TILE]
+    query: int  # [SEATED_ROWS, head_dim], scaled
+    sums: int  # [SEATED_ROWS, head_dim]: weighted values
+    maxima: int  # [SEATED_ROWS]
+    weights: int  # [SEATED_ROWS]: sums of weights
+    scores: int  # [MAX_ROWS, TILE] or [TURN_HEADS, FEW_ROWS, SPLIT]
     keys: int  # [head_dim, TILE]: a tile of keys, transposed
     values: int  # [TILE, head_dim]: a tile of values, converted
-    rows: int  # int64 [2, 2, LONG_TILE]: where the keys and values of this tile and the next lie
+    rows: int  # int64 [2, 2, TILE]: where the keys and values of this tile and the next lie
     transposed_rows: int  # int64 [head_dim]: the rows of `keys`
     converted_rows: int  # int64 [TILE]: the rows of `values`
+    spans: int  # int64 [2, spans_size]: the spans of this turn and the next in the order of the work
     end: int
 
 
 @jit
 def scratch_of(job: Job, start: int) -> Scratch:
-    """Place the parts of one thread's scratch, and write down what stays the same for the whole job."""
+    """Place the parts of one thread's scratch."""
     dim = job.head_dim
     query = start
-    sums = query + MAX_ROWS * dim * 4
-    maxima = sums + MAX_ROWS * dim * 4
-    weights = maxima + MAX_ROWS * 4
-    scores = weights + MAX_ROWS * 4
-    keys = scores + MAX_ROWS * TILE * 4
+    sums = query + SEATED_ROWS * dim * 4
+    maxima = sums + SEATED_ROWS * dim * 4
+    weights = maxima + SEATED_ROWS * 4
+    scores = weights + SEATED_ROWS * 4
+    keys = scores + max(MAX_ROWS * TILE, TURN_HEADS * FEW_ROWS * SPLIT) * 4
     values = keys + dim * TILE * 4
     rows = values + TILE * dim * 4
-    transposed_rows = rows + 4 * LONG_TILE * 8
+    transposed_rows = rows + 4 * TILE * 8
     converted_rows = transposed_rows + lines(dim * 8)
-    end = converted_rows + TILE * 8
-    return Scratch(
-        query,
-        sums,
-        maxima,
-        weights,
-        scores,
-        keys,
-        values,
-        rows,
-        transposed_rows,
-        converted_rows,
-        end,
+    spans = converted_rows + TILE * 8
+    end = spans + 2 * spans_size(job)
+    places = query, sums, maxima, weights, scores, keys, values, rows
+    return Scratch(*places, transposed_rows, converted_rows, spans, end)
+
+
+@jit
+def spans_size(job: Job) -> int:
+    """Bytes of the longest list of a turn's spans and of AHEAD more: once for keys, per band for values."""
+    return lines((TURN_HEADS * (1 + num_bands(job.head_dim)) * (SPLIT // SPAN) + AHEAD) * 8)
+
+
+class Seat(NamedTuple):
+    """The part of a thread's scratch for the rows of a piece for one KV head (addresses)."""
+
+    query: int
+    sums: int
+    maxima: int
+    weights: int
+    scores: int
+
+
+@jit
+def seat_of(job: Job, scratch: Scratch, index: int) -> Seat:
+    """Place `index` of those for few rows; the first one is also that for many."""
+    first_row = index * FEW_ROWS
+    wide, narrow = first_row * job.head_dim * 4, first_row * 4
+    return Seat(
+        scratch.query + wide,
+        scratch.sums + wide,
+        scratch.maxima + narrow,
+        scratch.weights + narrow,
+        scratch.scores + first_row * SPLIT * 4,
     )

@@ -50,17 +50,8 @@ def take_row(
     """result = factor · source, `depth` elements of `kind` → float32 in the order of cache kind `order`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, source, result, depth, factor = arguments
-        scale = emit_broadcast(builder, factor)
-
-        def copy(column: Any, vectors: int) -> None:
-            values = emit_vectors(builder, kind, source, column, vectors)
-            if vectors == 2 and in_pairs(order):
-                values = [emit_shuffle(builder, values[0], values[1], lanes) for lanes in TO_PAIRS]
-            values = [builder.fmul(value, scale) for value in values]
-            emit_put(builder, types.float32, result, column, values)
-
-        emit_over_columns(builder, depth, copy)
+        shuffles = TO_PAIRS if in_pairs(order) else None
+        emit_scaled_row(builder, kind, types.float32, shuffles, *arguments[2:])
         return context.get_dummy_value()
 
     int64 = types.int64
@@ -74,30 +65,50 @@ def give_row(
     """result = factor · source, float32 in the order of cache kind `order` → `depth` elements of `kind`."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _, _, source, result, depth, factor = arguments
-        scale = emit_broadcast(builder, factor)
-
-        def copy(column: Any, vectors: int) -> None:
-            values = emit_vectors(builder, types.float32, source, column, vectors)
-            values = [builder.fmul(value, scale) for value in values]
-            if vectors == 2 and in_pairs(order):
-                values = [emit_shuffle(builder, values[0], values[1], lanes) for lanes in FROM_PAIRS]
-            emit_put(builder, kind, result, column, values)
-
-        emit_over_columns(builder, depth, copy)
+        shuffles = FROM_PAIRS if in_pairs(order) else None
+        emit_scaled_row(builder, types.float32, kind, shuffles, *arguments[2:])
         return context.get_dummy_value()
 
     int64 = types.int64
     return types.void(order, kind, int64, int64, int64, types.float32), codegen
 
 
+def emit_scaled_row(
+    builder: Any,
+    source_kind: Any,
+    result_kind: Any,
+    shuffles: list[list[int]] | None,
+    source: Any,
+    result: Any,
+    depth: Any,
+    factor: Any,
+) -> None:
+    """result = factor · source; `shuffles` says how two vectors become two in another order."""
+    scale = emit_broadcast(builder, factor)
+
+    def copy(column: Any, vectors: int) -> None:
+        values = emit_vectors(builder, source_kind, source, column, vectors)
+        if shuffles and vectors > 1:
+            values = [
+                emit_shuffle(builder, values[first], values[first + 1], lanes)
+                for first in range(0, vectors, 2)
+                for lanes in shuffles
+            ]
+        values = [builder.fmul(value, scale) for value in values]
+        emit_put(builder, result_kind, result, column, values)
+
+    emit_over_columns(builder, depth, copy)
+
+
 def emit_over_columns(builder: Any, depth: Any, copy: Callable[[Any, int], None]) -> None:
-    """copy(column, vectors) for pairs of vectors, then for the single one that may be left of the columns."""
-    whole = builder.and_(depth, INT64(-PAIR))
-    with cgutils.for_range_slice(builder, INT64(0), whole, INT64(PAIR), inc=True) as (column, _):
-        copy(column, 2)
-    with cgutils.for_range_slice(builder, whole, depth, INT64(LANES), inc=True) as (column, _):
-        copy(column, 1)
+    """copy(column, vectors) for 4 vectors at a time, then for the 2 and the 1 that may be left."""
+    start = INT64(0)
+    for vectors in (4, 2, 1):
+        width = vectors * LANES
+        end = builder.and_(depth, INT64(-width))
+        with cgutils.for_range_slice(builder, start, end, INT64(width), inc=True) as (column, _):
+            copy(column, vectors)
+        start = end
 
 
 def emit_vectors(builder: Any, kind: Any, address: Any, column: Any, vectors: int) -> list[Any]:
@@ -127,6 +138,20 @@ def has_pairs(typing_context: Any, kind: Any) -> Any:
         return ir.IntType(1)(in_pairs(kind))
 
     return types.boolean(kind), codegen
+
+
+@jit
+def num_bands(columns: int) -> int:
+    """Bands that a row is taken in: as wide as `band_width` says, one after the other."""
+    return columns // 64 + columns // 32 % 2 + columns // 16 % 2
+
+
+@jit
+def band_width(columns: int) -> int:
+    """Columns of the first band of so many columns: 4, 2 or 1 vectors."""
+    if columns >= 64:
+        return 64
+    return 32 if columns >= 32 else 16
 
 
 @jit

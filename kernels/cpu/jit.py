@@ -17,7 +17,7 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils as untyped_cgutils
-from numba.core.errors import TypingError
+from numba.core.errors import RequireLiteralValue, TypingError
 
 from kernels.cpu.cache import cache_directory
 
@@ -42,6 +42,14 @@ def intrinsic(emitter: Emitter) -> Emitter:
 def literal_intrinsic(emitter: Emitter) -> Emitter:
     """An intrinsic that sees the values of arguments that are literals."""
     return cast(Emitter, numba.extending.intrinsic(prefer_literal=True)(emitter))
+
+
+def literal_value(number: Any) -> int:
+    """The value of a literal argument of an intrinsic; where numba tried without, ask it for the literal."""
+    if not isinstance(number, types.IntegerLiteral):
+        raise RequireLiteralValue("this intrinsic wants integer literals")
+    value: int = number.literal_value
+    return value
 
 
 def find_gomp_parallel() -> int:

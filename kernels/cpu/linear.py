@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from torch import Tensor
 
 from kernels.cpu.exponential import emit_math
-from kernels.cpu.jit import GOMP_PARALLEL, cgutils, jit, literal_intrinsic, over_rows, parallel, share_out
+from kernels.cpu.jit import (
+    GOMP_PARALLEL,
+    cgutils,
+    jit,
+    literal_intrinsic,
+    literal_value,
+    over_rows,
+    parallel,
+    share_out,
+)
 from kernels.cpu.memory import (
     BITS,
     FLOAT,
@@ -135,9 +143,8 @@ def panel_product(
     out_stride: Any,
 ) -> Any:
     """out[0:rows, 0:32] = x[0:rows, 0:depth] @ weight[0:depth, 0:32]; `rows` a literal, strides bytes."""
-    if not isinstance(rows, types.IntegerLiteral):
-        raise RequireLiteralValue("rows is a literal")
-    cells = [(row, vector) for row in range(rows.literal_value) for vector in range(VECTORS)]
+    num_rows = literal_value(rows)
+    cells = [(row, vector) for row in range(num_rows) for vector in range(VECTORS)]
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, _, _, x, x_stride, weight, depth, out, out_stride = arguments
@@ -146,7 +153,7 @@ def panel_product(
             builder.store(ir.Constant(VECTOR, [0.0] * LANES), sums[cell])
         x_rows = [
             builder.inttoptr(builder.add(x, builder.mul(x_stride, INT64(row))), FLOAT.as_pointer())
-            for row in range(rows.literal_value)
+            for row in range(num_rows)
         ]
         panel = builder.inttoptr(weight, BITS[kind].as_pointer())
         with cgutils.for_range(builder, depth) as loop:
@@ -157,7 +164,7 @@ def panel_product(
                 )
                 for vector in range(VECTORS)
             ]
-            for row in range(rows.literal_value):
+            for row in range(num_rows):
                 factor = emit_broadcast(builder, builder.load(builder.gep(x_rows[row], [loop.index])))
                 for vector in range(VECTORS):
                     total = sums[row, vector]

@@ -15,12 +15,14 @@ import torch
 from llvmlite import ir
 from numba import types
 
-from kernels.cpu.jit import intrinsic
+from kernels.cpu.jit import cgutils, intrinsic
 
 Kind = Any  # a numpy scalar, for its type
 Pointer = Any  # what `elements` returns
 
 LANES = 16  # floats per vector: one AVX-512 register, two of AVX2, four of NEON or SSE
+LINE = 64  # bytes of a cache line
+READ, SECOND_LEVEL, DATA = 0, 2, 1  # llvm.prefetch: what for, how near, which cache
 
 
 class Kinds(dict[torch.dtype, Any]):
@@ -96,6 +98,22 @@ def emit_shuffle(builder: Any, first: Any, second: Any, order: list[int]) -> Any
     """Lanes picked from the two vectors, one after the other."""
     mask = ir.Constant(lanes(WORD, LANES), order)
     return builder.shuffle_vector(first, second, mask)
+
+
+def emit_place(builder: Any, base: Any, stride: Any, row: int, vector: int) -> Any:
+    """Pointer to float32: `row` strides (bytes) and `vector` vectors past an address."""
+    start = builder.add(base, builder.mul(stride, ir.IntType(64)(row)))
+    return builder.inttoptr(builder.add(start, ir.IntType(64)(vector * LANES * 4)), FLOAT.as_pointer())
+
+
+def emit_prefetch(builder: Any, address: Any, size: int) -> None:
+    """Ask for `size` bytes at an address to be brought into the second-level cache, line by line."""
+    byte_pointer = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte_pointer, WORD, WORD, WORD])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    for line in range(0, size, LINE):
+        place = builder.inttoptr(builder.add(address, ir.IntType(64)(line)), byte_pointer)
+        builder.call(function, [place, WORD(READ), WORD(SECOND_LEVEL), WORD(DATA)])
 
 
 def emit_store(builder: Any, kind: Any, pointer: Any, value: Any, count: int) -> None:

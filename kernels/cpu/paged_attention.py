@@ -3,20 +3,18 @@
 Rows: the query rows of one sequence that share a KV head, token-major: row = token · group + head in group.
 A decode step of a 9-on-3 model has 3 rows, a prefill chunk of 512 tokens 1,536.
 
-Work item: (piece, KV head); a piece is up to 96 rows of one sequence and a range of its keys. A sequence
-whose rows fit into one piece (decode, short chunks) is split at every 256th key and merged by whichever
-thread ends last. Where it is split depends on the sequence alone, never on the batch or the number of
-threads: a sequence gets the same bits alone and in a full batch.
+A piece is up to 96 rows of one sequence and a range of its keys. A sequence whose rows fit into one piece
+(decode, short chunks) is split at every 256th key and merged by whichever thread ends last. Where it is split
+depends on the sequence alone, never on the batch or the number of threads: a sequence gets the same bits
+alone and in a full batch.
 
-Per item, keys go by in tiles of 64 (128 for up to 4 rows): scores = rows · keysᵀ, online softmax, sums =
-sums · rescale + weights · values. Many rows pay for transposing a tile's keys once, to float32 scratch; up to
-4 rows, as in decoding, are multiplied with the keys as they lie. An item's scratch stays in the second-level
-cache.
+What a thread takes at a time, a turn, is a piece for several KV heads, the last pieces for one: heads of a
+block lie in the same pages of memory, and looking pages up is a good part of what a scattered read costs. Up
+to 16 rows are multiplied with keys and values as they lie in the cache; more rows pay for transposing the
+keys once. A thread's scratch stays in the second-level cache.
 
-A thread takes the KV heads of a piece one after the other (where there are pieces enough): they lie in the
-same pages of memory, and looking pages up is a good part of what a scattered read costs.
-
-Files: attention_plan (pieces, scratch), attention_piece (one item), tile (inner loops), columns, softmax.
+Files: attention_plan (pieces, scratch), attention_turns (a thread), attention_few with spans and
+attention_many with tile (a piece), attention_rows with softmax (what both do), columns.
 """
 
 from typing import Any
@@ -24,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cpu.attention_piece import work
-from kernels.cpu.attention_plan import NOWHERE, Job, lay_out, write_pieces
+from kernels.cpu.attention_plan import Job, lay_out, pieces_in, write_pieces
+from kernels.cpu.attention_turns import work
 from kernels.cpu.jit import GOMP_PARALLEL, GRAIN, jit, parallel, reset
 from kernels.cpu.memory import KINDS
 from kernels.cpu.workspace import WORKSPACE
@@ -60,7 +58,7 @@ def paged_attention(
         block_tables.data_ptr(),
         query_start.data_ptr(),
         context_lens.data_ptr(),
-        len(context_lens),
+        context_lens.shape[0],
         query.shape[1] // num_kv_heads,
         num_kv_heads,
         block_size,
@@ -83,16 +81,15 @@ def paged_attention(
 def run(workspace: int, workspace_size: int, gomp: int, threads: int, *arguments: Any) -> int:
     """Do the job, or nothing where the workspace is too small. Returns the bytes of workspace it takes."""
     job = Job(*arguments)
-    num_pieces, partial_floats, elements = write_pieces(job, NOWHERE)
+    num_pieces, partial_floats, elements = write_pieces(job, pieces_in(workspace), workspace + workspace_size)
     plan = lay_out(job, workspace, num_pieces, partial_floats, threads)
     needed = plan.end - workspace
     if needed > workspace_size:
         return needed
-    write_pieces(job, plan.pieces)
     reset(plan.next_turn)
     reset(plan.next_thread)
     for i in range(num_pieces * job.num_kv_heads):
         reset(plan.finished + i * 8)
-    workers = min(threads, num_pieces * job.num_kv_heads, 1 + elements // GRAIN)
+    workers = min(threads, plan.num_turns, 1 + elements // GRAIN)
     parallel(gomp, workers, work, (job, plan))
     return needed

@@ -7,10 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 from numba import types
-from numba.core.errors import RequireLiteralValue
 from torch import Tensor
 
-from kernels.cpu.jit import GOMP_PARALLEL, jit, literal_intrinsic, over_rows, parallel, share_out
+from kernels.cpu.jit import (
+    GOMP_PARALLEL,
+    jit,
+    literal_intrinsic,
+    literal_value,
+    over_rows,
+    parallel,
+    share_out,
+)
 from kernels.cpu.memory import (
     FLOAT32,
     INT64,
@@ -122,9 +129,7 @@ def rotate_lanes(
     typing_context: Any, source: Any, destination: Any, cos_sin: Any, half: Any, index: Any, count: Any
 ) -> Any:
     """`count` (a literal) pairs of a head, all read before any is written: in place, yet in vectors."""
-    if not isinstance(count, types.IntegerLiteral):
-        raise RequireLiteralValue("count is a literal")
-    width = count.literal_value
+    width = literal_value(count)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source_place, destination_place, cos_sin_place, half, index, _ = arguments

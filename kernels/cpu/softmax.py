@@ -1,12 +1,13 @@
 """Online softmax over a tile of scores (arXiv 1805.02867): a running maximum and sum per row."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import types
 
 from kernels.cpu.exponential import emit_exp, exp
-from kernels.cpu.jit import cgutils, intrinsic, jit
+from kernels.cpu.jit import Emitter, cgutils, intrinsic, jit
 from kernels.cpu.memory import FLOAT, LANES, WORD, Pointer, emit_broadcast, emit_shuffle, lanes, splat
 
 # float32, so that numba computes in float32 (a Python number would make it float64)
@@ -44,32 +45,56 @@ def online_softmax(typing_context: Any, scores: Any, vectors: Any, maximum: Any,
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         scores, vectors, maximum, total = arguments
-        vector = lanes(FLOAT, LANES)
-        base = builder.inttoptr(scores, vector.as_pointer())
+        base = builder.inttoptr(scores, lanes(FLOAT, LANES).as_pointer())
         maximum_place = builder.inttoptr(maximum, FLOAT.as_pointer())
         total_place = builder.inttoptr(total, FLOAT.as_pointer())
         never = FLOAT(float("-inf"))
-        largest = cgutils.alloca_once_value(builder, splat(FLOAT, float("-inf"), LANES))
-        with cgutils.for_range(builder, vectors) as loop:
-            value = builder.load(builder.gep(base, [loop.index]), align=4)
-            builder.store(emit_maximum(builder, value, builder.load(largest)), largest)
+
+        def score(index: Any) -> Any:
+            return builder.load(builder.gep(base, [index]), align=4)
+
+        largest = emit_combined(builder, vectors, emit_maximum, float("-inf"), score)
         before = builder.load(maximum_place)
-        best = emit_maximum(builder, before, emit_reduce(builder, emit_maximum, builder.load(largest)))
+        best = emit_maximum(builder, before, emit_reduce(builder, emit_maximum, largest))
         builder.store(best, maximum_place)
         finite = builder.select(builder.fcmp_ordered("oeq", best, never), FLOAT(0.0), best)
         shift = emit_broadcast(builder, finite)
-        added = cgutils.alloca_once_value(builder, splat(FLOAT, 0.0, LANES))
-        with cgutils.for_range(builder, vectors) as loop:
-            place = builder.gep(base, [loop.index])
-            weight = emit_exp(builder, builder.fsub(builder.load(place, align=4), shift), LANES)
-            builder.store(weight, place, align=4)
-            builder.store(builder.fadd(builder.load(added), weight), added)
+
+        def weight(index: Any) -> Any:
+            value = emit_exp(builder, builder.fsub(score(index), shift), LANES)
+            builder.store(value, builder.gep(base, [index]), align=4)
+            return value
+
+        weights = emit_reduce(builder, emit_sum, emit_combined(builder, vectors, emit_sum, 0.0, weight))
         factor = emit_exp(builder, builder.fsub(before, finite), 1)
-        weights = emit_reduce(builder, lambda builder, a, b: builder.fadd(a, b), builder.load(added))
         builder.store(builder.fadd(builder.fmul(builder.load(total_place), factor), weights), total_place)
         return factor
 
     return types.float32(*[types.int64] * 4), codegen
+
+
+def emit_combined(
+    builder: Any, count: Any, combine: Emitter, start: float, make: Callable[[Any], Any]
+) -> Any:
+    """`start` and make(0) … make(count − 1) combined, in two chains: one would be waiting for itself."""
+    chains = [cgutils.alloca_once_value(builder, splat(FLOAT, start, LANES)) for _ in range(2)]
+
+    def take(chain: Any, index: Any) -> None:
+        builder.store(combine(builder, make(index), builder.load(chain)), chain)
+
+    odd = builder.and_(count, count.type(1))
+    even = builder.sub(count, odd)
+    with cgutils.for_range_slice(builder, count.type(0), even, count.type(2), inc=True) as (index, _):
+        take(chains[0], index)
+        take(chains[1], builder.add(index, index.type(1)))
+    with builder.if_then(builder.icmp_unsigned("!=", odd, odd.type(0))):
+        take(chains[0], even)
+    return combine(builder, *map(builder.load, chains))
+
+
+def emit_sum(builder: Any, first: Any, second: Any) -> Any:
+    """The sum, in every lane."""
+    return builder.fadd(first, second)
 
 
 def emit_maximum(builder: Any, first: Any, second: Any) -> Any:

@@ -58,6 +58,7 @@ BAD_STORE = {
     "slot_mapping has dtype": {"slot_mapping": torch.tensor([0, 1], dtype=torch.int32)},
     "slot_mapping has shape": {"slot_mapping": torch.tensor([0])},
     "value has shape": {"value": torch.zeros(2, 2, 64)},
+    "block size 4": {"key_cache": torch.zeros(4, 3, 4, 64), "value_cache": torch.zeros(4, 3, 4, 64)},
     "head_dim 8": {
         "key": torch.zeros(2, 3, 8),
         "value": torch.zeros(2, 3, 8),

@@ -71,9 +71,13 @@ def test_cpu_block_sizes(cpu: Ops, reference: Ops, block_size: int) -> None:
     compare(cpu, reference, make_batch(lengths, Shape(block_size=block_size)))
 
 
-@pytest.mark.parametrize(("query_heads", "kv_heads"), [(1, 1), (4, 4), (9, 3), (14, 2), (8, 1), (32, 8)])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads"),
+    [(1, 1), (4, 4), (9, 3), (14, 2), (8, 1), (16, 1), (18, 1), (32, 8), (10, 10)],
+)
 def test_cpu_head_counts(cpu: Ops, reference: Ops, query_heads: int, kv_heads: int) -> None:
-    compare(cpu, reference, make_batch([(1, 260), (30, 60), (1, 3)], Shape(query_heads, kv_heads)))
+    lengths = [(1, 260), (30, 60), (1, 3), (3, 17), (1, 40), (1, 8)]  # enough for turns of several heads
+    compare(cpu, reference, make_batch(lengths, Shape(query_heads, kv_heads)))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,24 @@ def test_cpu_head_counts(cpu: Ops, reference: Ops, query_heads: int, kv_heads: i
 )
 def test_cpu_options(cpu: Ops, reference: Ops, options: dict[str, Any]) -> None:
     compare(cpu, reference, make_batch(DECODES + CHUNKS), scale=0.3, **options)
+
+
+@pytest.mark.parametrize("window", [0, 249, 250, 255, 256, 257])
+def test_cpu_last_rows_of_a_long_chunk(cpu: Ops, reference: Ops, window: int) -> None:
+    """A sequence of more than 96 rows is not split: its last piece has few rows, and many keys."""
+    compare(cpu, reference, make_batch([(33, 700), (34, 259), (97, 600)]), sliding_window=window)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 37}], ids=str)
+def test_cpu_takes_any_strides(cpu: Ops, reference: Ops, options: dict[str, Any]) -> None:
+    """Slots before heads, keys and values in pools of their own, the heads of values the other way round."""
+    batch = make_batch(DECODES + CHUNKS, Shape(8, 2, 80))
+    keys = batch.key_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    values = batch.value_cache.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3)
+    assert len({cache.stride() for cache in (batch.key_cache, keys, values)}) == 3
+    arguments = batch.query, keys, values, *batch.arguments[3:]
+    got, expected = (ops.paged_attention(*arguments, scale=0.2, **options) for ops in (cpu, reference))
+    assert relative_error(got, expected) < BOUNDS[torch.float32]
 
 
 def test_cpu_shared_blocks(cpu: Ops, reference: Ops) -> None:
