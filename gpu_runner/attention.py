@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpu_runner.batch import Batch
+from gpu_runner.kv_cache import LayerCaches
 from kernels.backends import Ops
 
 
@@ -13,10 +14,11 @@ class AttentionInput:
     """What attention needs beside Q, K and V; the same for all layers of a step."""
 
     batch: Batch
-    pool: Tensor  # [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]
+    caches: LayerCaches
     cos_sin: Tensor  # float32 [max_positions, head_dim]
     scale: float
     ops: Ops
+    out: Tensor  # [tokens, heads, head_dim]: what `attend` returns, until the next layer
 
 
 def attend(
@@ -24,10 +26,10 @@ def attend(
 ) -> Tensor:
     """Query `[tokens, heads, head_dim]` is rotated in place; key and value `[tokens, kv_heads, head_dim]`.
 
-    Returns `[tokens, heads, head_dim]`. `window` is in tokens; 0 sees everything before.
+    Returns `inputs.out`. `window` is in tokens; 0 sees everything before.
     """
     batch, ops = inputs.batch, inputs.ops
-    key_cache, value_cache = inputs.pool[:, layer, 0], inputs.pool[:, layer, 1]
+    key_cache, value_cache = inputs.caches[layer]
     ops.rotary_store_kv(
         query, key, value, key_cache, value_cache, batch.positions, inputs.cos_sin, batch.slot_mapping
     )
@@ -40,4 +42,5 @@ def attend(
         batch.context_lens,
         scale=inputs.scale,
         sliding_window=window,
+        out=inputs.out,
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpu_runner.batch import build
 from gpu_runner.beam_candidates import candidates
+from gpu_runner.kv_cache import layer_caches
 from gpu_runner.logprobs import token_logprobs
 from gpu_runner.model import Model
 from gpu_runner.sampler import Draw, sample
@@ -27,6 +28,7 @@ class Executor:
         self.pool = pool
         self.ops = ops
         self.block_size = pool.shape[4]
+        self._caches = layer_caches(pool)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -38,7 +40,7 @@ class Executor:
         if not plan.scheduled:
             return StepOutput(())
         batch = build(plan, self.block_size, self.model.device)
-        hidden = self.model.forward(batch, self.pool, self.ops)
+        hidden = self.model.forward(batch, self._caches, self.ops)
         ends = batch.query_start[1:] - 1
         sampled, offers = self._choose(plan, hidden, ends)
         outputs = []

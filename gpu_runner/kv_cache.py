@@ -9,10 +9,18 @@ from kvmanager.protocol import Layout
 
 POOL_FILE = "kv.bin"
 
+LayerCaches = list[tuple[Tensor, Tensor]]
+"""Per layer its keys and its values, `[num_blocks, num_kv_heads, block_size, head_dim]` each."""
+
 
 def pool_shape(layout: Layout, num_blocks: int) -> tuple[int, ...]:
     """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`: a block is one contiguous range."""
     return (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+
+
+def layer_caches(pool: Tensor) -> LayerCaches:
+    """The views of a pool that the layers work on; made once, as each costs some microseconds."""
+    return [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(pool.shape[1])]
 
 
 def map_pool(path: str | Path, layout: Layout, num_blocks: int, device: torch.device | str = "cpu") -> Tensor:

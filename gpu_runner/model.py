@@ -19,6 +19,7 @@ from torch import Tensor
 from gpu_runner.attention import AttentionInput, attend
 from gpu_runner.batch import Batch
 from gpu_runner.fingerprint import fingerprint
+from gpu_runner.kv_cache import LayerCaches
 from gpu_runner.linear import Linear
 from gpu_runner.model_config import ModelConfig, ModelError, rotary_table
 from gpu_runner.weights import Progress, Source, Weights, open_source
@@ -92,11 +93,13 @@ class Model:
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 linear.prepare()
 
-    def forward(self, batch: Batch, pool: Tensor, ops: Ops) -> Tensor:
-        """Hidden states `[num_tokens, hidden_size]` after the last norm; keys and values go into `pool`."""
-        eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
-        inputs = AttentionInput(batch, pool, self.cos_sin, scale, ops)
+    def forward(self, batch: Batch, caches: LayerCaches, ops: Ops) -> Tensor:
+        """Hidden states `[num_tokens, hidden_size]` after the last norm; keys and values go into `caches`."""
+        config = self.config
+        eps, scale = config.rms_norm_eps, config.head_dim**-0.5
         residual = self.embedding.rows(batch.token_ids)
+        out = residual.new_empty(len(residual), config.num_heads, config.head_dim)
+        inputs = AttentionInput(batch, caches, self.cos_sin, scale, ops, out)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             self.on_layer()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu_runner.batch import build
 from gpu_runner.executor import Executor
-from gpu_runner.kv_cache import pool_shape
+from gpu_runner.kv_cache import layer_caches, pool_shape
 from gpu_runner.model import Model
 from gpu_runner.step import Scheduled, Sequence, SequenceOutput, StepPlan
 from kernels.backends import Ops, load
@@ -149,7 +149,7 @@ def all_logits(model: Model, tokens: list[int], parts: list[int], ops: Ops) -> T
     rows = []
     for length in parts:
         batch = build(StepPlan((schedule(sequence, length),)), BLOCK_SIZE, model.device)
-        rows.append(model.logits(model.forward(batch, pool, ops)))
+        rows.append(model.logits(model.forward(batch, layer_caches(pool), ops)))
         sequence.num_computed_tokens += length
     return torch.cat(rows)
 
