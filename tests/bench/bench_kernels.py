@@ -26,6 +26,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from kernels.backends import Ops, load
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS = 9, 3, 64, 16, 30
 GROUP, SCALE = QUERY_HEADS // KV_HEADS, HEAD_DIM**-0.5
 ENOUGH, FEWEST = 200, 25  # rounds that are made, and that must be undisturbed for the others not to count
+PAGE = 4096  # bytes
 LONGEST = 30.0  # seconds for one case
 TRIES = 4  # calls to get an undisturbed one
 WAIT = 0.02  # of a call's time: so much waiting for a core is no disturbance
@@ -110,7 +112,14 @@ class Waiting:
 
 
 def make_pool(num_blocks: int) -> Tensor:
-    return torch.randn(num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(torch.bfloat16)
+    """A pool of random keys and values that begins with a page, as a mapped file does."""
+    shape = num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM
+    size = prod(shape)
+    memory = torch.empty(size + PAGE // 2, dtype=torch.bfloat16)
+    first = -memory.data_ptr() % PAGE // 2
+    pool = memory[first : first + size].view(shape)
+    pool.copy_(torch.randn(shape))
+    return pool
 
 
 def decode(ops: Ops) -> Case:
@@ -126,6 +135,8 @@ def decode(ops: Ops) -> Case:
     contexts = torch.full((sequences,), context, dtype=torch.int32)
     plain = [torch.randn(sequences * context * KV_HEADS * HEAD_DIM) for _ in range(LAYERS)]  # 2 · 2 = 4 bytes
     pieces = pool.view(-1, BLOCK_SIZE * HEAD_DIM)  # a head of a block; of layer 0, in the final layout:
+    caches = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(LAYERS)]
+    out = torch.empty_like(query)
     first_pieces = (
         torch.arange(2)[:, None, None, None] * KV_HEADS
         + torch.arange(KV_HEADS)[:, None]
@@ -133,13 +144,12 @@ def decode(ops: Ops) -> Case:
     ).flatten()
 
     def paged(layer: int) -> Tensor:
-        caches = pool[:, layer, 0], pool[:, layer, 1]
-        return ops.paged_attention(query, *caches, tables, starts, contexts, scale=SCALE)
+        return ops.paged_attention(query, *caches[layer], tables, starts, contexts, scale=SCALE, out=out)
 
     def indexed(layer: int) -> Tensor:
         keys, values = (
-            pool[:, layer, part][long_tables].transpose(1, 2).reshape(sequences, KV_HEADS, context, HEAD_DIM)
-            for part in (0, 1)
+            cache[long_tables].transpose(1, 2).reshape(sequences, KV_HEADS, context, HEAD_DIM)
+            for cache in caches[layer]
         )
         return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
@@ -147,8 +157,8 @@ def decode(ops: Ops) -> Case:
         out = torch.empty_like(rows)
         for sequence in range(sequences):
             keys, values = (
-                pool[:, layer, part][long_tables[sequence]].transpose(0, 1).reshape(1, KV_HEADS, -1, HEAD_DIM)
-                for part in (0, 1)
+                cache[long_tables[sequence]].transpose(0, 1).reshape(1, KV_HEADS, -1, HEAD_DIM)
+                for cache in caches[layer]
             )
             out[sequence] = scaled_dot_product_attention(rows[sequence][None], keys, values)[0]
         return out.view_as(query)
