@@ -46,6 +46,10 @@ def paged_attention(
     if out is None:
         out = torch.empty_like(query)
     _, num_kv_heads, block_size, head_dim = key_cache.shape
+    query_token, query_head, _ = query.stride()
+    out_token, out_head, _ = out.stride()
+    key_block, key_head, key_slot, _ = key_cache.stride()
+    value_block, value_head, value_slot, _ = value_cache.stride()
     arguments = (
         GOMP_PARALLEL,
         torch.get_num_threads(),
@@ -58,22 +62,30 @@ def paged_attention(
         block_tables.data_ptr(),
         query_start.data_ptr(),
         context_lens.data_ptr(),
-        context_lens.shape[0],
-        query.shape[1] // num_kv_heads,
+        context_lens.numel(),
+        query.size(1) // num_kv_heads,
         num_kv_heads,
         block_size,
         head_dim,
-        *query.stride()[:2],
-        *out.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        query_token,
+        query_head,
+        out_token,
+        out_head,
+        key_block,
+        key_head,
+        key_slot,
+        value_block,
+        value_head,
+        value_slot,
         block_tables.stride(0),
         scale,
         sliding_window,
         soft_cap,
     )
-    while (needed := run(WORKSPACE.address, WORKSPACE.size, *arguments)) > WORKSPACE.size:
+    address, size = WORKSPACE.place
+    while (needed := run(address, size, *arguments)) > size:
         WORKSPACE.grow(needed)
+        address, size = WORKSPACE.place
     return out
 
 
