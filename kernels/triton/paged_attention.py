@@ -18,6 +18,8 @@ from kernels.triton.configs import Config, capability, config_for
 
 MAX_SPLITS = 32
 WAVES = 2  # programs per multiprocessor that splitting aims at
+VARYING = ["num_seqs", "num_tokens", "splits", "table_row"]
+"""Arguments that differ from step to step: compiled for once, not anew where one is 1 or a multiple of 16."""
 
 
 def paged_attention(
@@ -64,6 +66,7 @@ def paged_attention(
         partial,
         num_seqs,
         num_tokens,
+        splits,
         scale,
         soft_cap,
         *query.stride()[:2],
@@ -71,7 +74,7 @@ def paged_attention(
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         block_tables.stride(0),
-        **constants(query, key_cache, config, group, sliding_window, soft_cap, splits),
+        **constants(query, key_cache, config, group, sliding_window, soft_cap, splits > 1),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -81,11 +84,12 @@ def paged_attention(
             out,
             query_start,
             num_tokens,
+            splits,
             *out.stride()[:2],
             HEADS=num_heads,
             DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim),
-            SPLITS=splits,
+            MOST_SPLITS=MAX_SPLITS,
             num_warps=4,
         )
     return out
@@ -98,7 +102,7 @@ def constants(
     group: int,
     sliding_window: int,
     soft_cap: float,
-    splits: int,
+    is_split: bool,
 ) -> dict[str, int | bool]:
     """What the attention kernel is compiled for."""
     padded_group = triton.next_power_of_2(group)
@@ -113,16 +117,13 @@ def constants(
         "TILE": config.tile,
         "WINDOW": sliding_window,
         "CAPPED": soft_cap > 0,
-        "SPLITS": splits,
+        "SPLIT": is_split,
     }
 
 
 def count_splits(programs: int, tiles: int, processors: int) -> int:
-    """Splits (a power of two) until the GPU is full `WAVES` times over, of at least two tiles of keys."""
-    splits = 1
-    while splits < MAX_SPLITS and programs * splits < WAVES * processors and splits * 4 <= tiles:
-        splits *= 2
-    return splits
+    """Splits that fill the GPU `WAVES` times over, of at least two tiles of keys each."""
+    return max(1, min(MAX_SPLITS, -(-WAVES * processors // programs), tiles // 2))
 
 
 @triton.jit
@@ -139,14 +140,14 @@ def find_sequence(query_start, num_seqs, tile, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def attention_kernel(
     query, key_cache, value_cache, block_tables, query_start, context_lens, out, partial,
-    num_seqs, num_tokens, scale, soft_cap, query_token, query_head, out_token, out_head,
+    num_seqs, num_tokens, splits, scale, soft_cap, query_token, query_head, out_token, out_head,
     key_block, key_head, key_slot, value_block, value_head, value_slot, table_row,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, KV heads, splits)."""
     TOKENS: tl.constexpr = ROWS // PADDED_GROUP
@@ -173,7 +174,7 @@ def attention_kernel(
     if WINDOW > 0:
         low = tl.maximum(context - length + first_token - WINDOW + 1, 0) // TILE * TILE
     high = tl.minimum(context, context - length + first_token + TOKENS)
-    span = tl.cdiv(tl.cdiv(high - low, TILE), SPLITS) * TILE
+    span = tl.cdiv(tl.cdiv(high - low, TILE), splits) * TILE
     low = low + split * span
     high = tl.minimum(high, low + span)
     key_strides = (key_block, key_slot)
@@ -188,16 +189,27 @@ def attention_kernel(
     )  # fmt: skip
     total = tl.where(used, total, 1.0)  # rows that are only padding have seen no key
     written = used[:, None] & in_head[None, :]
-    if SPLITS == 1:
-        out_rows = out + (start + token).to(tl.int64) * out_token + head * out_head
-        result = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out_rows[:, None] + dim[None, :], result, mask=written)
-    else:
+    if SPLIT:
         place = (split * num_tokens + start + token).to(tl.int64) * HEADS + head
         partial_rows = partial + place * (DIM + 2)
         tl.store(partial_rows[:, None] + dim[None, :], sums, mask=written)
         tl.store(partial_rows + DIM, best, mask=used)
         tl.store(partial_rows + DIM + 1, total, mask=used)
+    else:
+        out_rows = out + (start + token).to(tl.int64) * out_token + head * out_head
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out_rows[:, None] + dim[None, :], result, mask=written)
+
+
+@triton.jit
+def tanh(x):
+    """Near 0, where 1 − … would cancel, by its Taylor series; see kernels/cpu/exponential.py."""
+    square = x * x
+    near = square * (-1382 / 155925) + 62 / 2835
+    near = ((near * square - 17 / 315) * square + 2 / 15) * square - 1 / 3
+    near = x * (near * square + 1.0)
+    far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * 1.4426950408889634)) + 1.0)
+    return tl.where(square < 0.16, near, far)
 
 
 @triton.jit
@@ -221,7 +233,7 @@ def attend_keys(
         k = tl.load(key_rows[:, None] + dim[None, :], mask=loaded, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAPPED:
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634 / soft_cap)) + 1.0))
+            scores = soft_cap * tanh(scores / soft_cap)
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (position[:, None] - key[None, :] < WINDOW)
@@ -238,23 +250,25 @@ def attend_keys(
     return sums, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
     partial,
     out,
     query_start,
     num_tokens,
+    splits,
     out_token,
     out_head,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
 ):
     """Grid (sequences, heads): out = Σ f · sums / Σ f · total over splits, f = exp2(best − maximum)."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, MOST_SPLITS)
+    made = split < splits
     dim = tl.arange(0, PADDED_DIM)
     in_head = dim < DIM
     start = tl.load(query_start + sequence)
@@ -262,10 +276,10 @@ def merge_kernel(
         token = start + index
         place = (split * num_tokens + token).to(tl.int64) * HEADS + head
         rows = partial + place * (DIM + 2)
-        best = tl.load(rows + DIM)
+        best = tl.load(rows + DIM, mask=made, other=float("-inf"))
         factor = tl.exp2(best - tl.max(best, 0))
-        total = tl.sum(tl.load(rows + DIM + 1) * factor, 0)
-        sums = tl.load(rows[:, None] + dim[None, :], mask=in_head[None, :], other=0.0)
+        total = tl.sum(tl.load(rows + DIM + 1, mask=made, other=0.0) * factor, 0)
+        sums = tl.load(rows[:, None] + dim[None, :], mask=made[:, None] & in_head[None, :], other=0.0)
         merged = tl.sum(sums * factor[:, None], 0) / total
         out_row = out + token.to(tl.int64) * out_token + head * out_head
         tl.store(out_row + dim, merged.to(out.dtype.element_ty), mask=in_head)

@@ -79,8 +79,6 @@ BFLOAT16 = {
     "gate_up",
 }
 FLOATS = {"scale", "soft_cap", "eps"}
-# Numbers that need not be multiples of 16 (Triton compiles another variant for those that are, as strides).
-UNEVEN = {"num_seqs", "num_tokens"}
 
 
 def attention(
@@ -106,7 +104,7 @@ def attention(
         "TILE": config.tile,
         "WINDOW": window,
         "CAPPED": capped,
-        "SPLITS": 8 if phase == "decode" else 1,
+        "SPLIT": phase == "decode",
     }
     options = " window, cap" if capped else ""
     name = f"attention {phase} {heads}x{kv_heads}x{head_dim}{options}"
@@ -120,7 +118,7 @@ def launches(capability: int) -> Iterator[Launch]:
             yield attention(capability, phase, head_dim, heads, kv_heads)
     for phase in ("decode", "prefill"):
         yield attention(capability, phase, 256, 8, 4, 4096, True)
-    merge = {"HEADS": 32, "DIM": 128, "PADDED_DIM": 128, "SPLITS": 8}
+    merge = {"HEADS": 32, "DIM": 128, "PADDED_DIM": 128, "MOST_SPLITS": paged_attention.MAX_SPLITS}
     yield Launch("merge", paged_attention.merge_kernel, merge, 4)
     half = {"HALF": 64, "PADDED_HALF": 64}
     stored = {"BLOCK_SIZE": BLOCK_SIZE, "QUERY_HEADS": 32, **half}
@@ -140,7 +138,7 @@ def compile_for(capability: int, launch: Launch) -> Resources:
     even = [
         (index,)
         for index, name in enumerate(names)
-        if signature[name].startswith(("*", "i")) and name not in UNEVEN
+        if signature[name].startswith(("*", "i")) and name not in paged_attention.VARYING
     ]
     attributes = {path: [["tt.divisibility", 16]] for path in even}
     source = ASTSource(launch.kernel, signature, launch.constants, attributes)
