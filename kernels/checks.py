@@ -59,6 +59,9 @@ def check_caches(key_cache: Tensor, value_cache: Tensor, num_kv_heads: int | Non
     """Both caches have one shape and dtype, with whole vectors per head and blocks of whole eights."""
     check_tensor("key_cache", key_cache, FLOATS, (None, num_kv_heads, None, head_dim))
     check_tensor("value_cache", value_cache, (key_cache.dtype,), tuple(key_cache.shape))
+    require(
+        min(key_cache.shape[1:]) > 0, f"key_cache has shape {list(key_cache.shape)}, expected sizes over 0"
+    )
     require(head_dim % 16 == 0, f"key_cache has head_dim {head_dim}, expected a multiple of 16")
     block_size = key_cache.shape[2]
     require(block_size % 8 == 0, f"key_cache has block size {block_size}, expected a multiple of 8")

@@ -8,9 +8,10 @@ import numpy as np
 from kernels.cpu.attention_plan import PIECE_FIELDS, Job, Plan, Scratch, Seat, padded, seat_of
 from kernels.cpu.attention_rows import finish, load_query, weigh
 from kernels.cpu.columns import natural_column, take_row
+from kernels.cpu.exponential import ONE
 from kernels.cpu.jit import jit
 from kernels.cpu.memory import FLOAT32, INT32, INT64, LANES, Pointer, elements, size_of
-from kernels.cpu.softmax import ONE, ZERO
+from kernels.cpu.softmax import ZERO
 from kernels.cpu.tile import ROWS, TILE, add_product, score_product, transpose, transpose_width
 
 

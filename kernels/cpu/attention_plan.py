@@ -14,9 +14,8 @@ SPLIT = 256  # keys of a piece of a split sequence
 TURN_HEADS = 8  # most KV heads that a thread takes at a time
 LAST_PIECES = 1  # pieces per thread that are shared out head by head, so that threads end at the same time
 SEATED_ROWS = max(MAX_ROWS, TURN_HEADS * FEW_ROWS)  # rows that a thread has at a time
-PIECE_FIELDS = (
-    8  # sequence, first row, rows, first key, end of keys, split, splits, place of the partial results
-)
+# Fields of a piece: sequence, first row, rows, first key, end of keys, split, splits, place of its results
+PIECE_FIELDS = 8
 
 
 class Job(NamedTuple):
@@ -164,7 +163,7 @@ class Scratch(NamedTuple):
     rows: int  # int64 [2, 2, TILE]: where the keys and values of this tile and the next lie
     transposed_rows: int  # int64 [head_dim]: the rows of `keys`
     converted_rows: int  # int64 [TILE]: the rows of `values`
-    spans: int  # int64 [2, spans_size]: the spans of this turn and the next in the order of the work
+    spans: int  # [2] lists of int64, of spans_size bytes each: this turn's spans and the next one's
     end: int
 
 

@@ -6,10 +6,10 @@ import numpy as np
 
 from kernels.cpu.attention_plan import PIECE_FIELDS, Job, Plan, Seat, partial_size
 from kernels.cpu.columns import give_row, take_row
-from kernels.cpu.exponential import exp
+from kernels.cpu.exponential import ONE, exp
 from kernels.cpu.jit import jit, next_item
-from kernels.cpu.memory import FLOAT32, INT32, LANES, Pointer, elements, size_of
-from kernels.cpu.softmax import NEVER, ONE, ZERO, cap_scores, hide, online_softmax
+from kernels.cpu.memory import FLOAT32, INT32, INT64, LANES, Pointer, elements, size_of
+from kernels.cpu.softmax import NEVER, ZERO, cap_scores, hide, online_softmax
 
 
 @jit
@@ -58,7 +58,7 @@ def position_of(job: Job, sequence: int, row: int) -> int:
 @jit
 def finish(job: Job, plan: Plan, seat: Seat, index: int, head: int) -> None:
     """All keys of piece `index` are summed up: write the result, or this split's part of it."""
-    piece = elements(np.int64(0), plan.pieces + index * PIECE_FIELDS * 8)
+    piece = elements(INT64, plan.pieces + index * PIECE_FIELDS * 8)
     num_rows, split, splits = piece[2], piece[5], piece[6]
     if splits == 1:
         write_out(job, seat, piece, head)

@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numpy.polynomial import Chebyshev, Polynomial
 
-from kernels.cpu.jit import cgutils, intrinsic
+from kernels.cpu.jit import cgutils, intrinsic, jit
 from kernels.cpu.memory import FLOAT, WORD, lanes, splat
 
 LOG2_E = 1 / math.log(2)
@@ -19,6 +19,12 @@ LOWEST, HIGHEST = -86.5, 88.0  # beyond these, 0 and exp(88): 2ⁿ · exp(r) sta
 COEFFICIENTS = (
     Chebyshev.interpolate(np.exp, 6, [-math.log(2) / 2, math.log(2) / 2]).convert(kind=Polynomial).coef
 )
+# float32, so that numba computes in float32 (a Python number would make it float64)
+ONE: Any = np.float32(1)
+TWO: Any = np.float32(2)
+ZERO: Any = np.float32(0)
+NEAR: Any = np.float32(0.16)  # the square of 0.4: the next term is below 1e-7 of the sum
+TANH = tuple(np.float32(c) for c in (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1))
 EXPONENT = 23  # where the exponent begins in the bits of a float32
 
 
@@ -30,6 +36,16 @@ def exp(typing_context: Any, x: Any) -> Any:
         return emit_exp(builder, arguments[0], 1)
 
     return types.float32(types.float32), codegen
+
+
+@jit
+def tanh(x: float) -> Any:
+    """tanh(x) within 5e-7 of it: near 0, where 1 − 2 / (exp(2x) + 1) would cancel, by its Taylor series."""
+    square, near = x * x, ZERO
+    for coefficient in TANH:
+        near = near * square + coefficient
+    far = ONE - TWO / (exp(TWO * x) + ONE)
+    return near * x if square < NEAR else far
 
 
 def emit_exp(builder: Any, x: Any, count: int) -> Any:

@@ -5,7 +5,7 @@ for the element type (numba has no bfloat16, and its float16 does not compute on
 
     numpy.uint16  bfloat16, as its bits      numpy.int16  float16, as its bits      numpy.float32  float32
 
-Addresses are plain integers, strides count bytes: an argument then costs the caller no array object.
+Addresses are plain integers: an argument then costs the caller no array object.
 """
 
 from typing import Any

@@ -6,23 +6,20 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from kernels.cpu.exponential import emit_exp, exp
+from kernels.cpu.exponential import emit_exp, tanh
 from kernels.cpu.jit import Emitter, cgutils, intrinsic, jit
 from kernels.cpu.memory import FLOAT, LANES, WORD, Pointer, emit_broadcast, emit_shuffle, lanes, splat
 
 # float32, so that numba computes in float32 (a Python number would make it float64)
 NEVER: Any = np.float32(-np.inf)
 ZERO: Any = np.float32(0)
-ONE: Any = np.float32(1)
-TWO: Any = np.float32(2)
 
 
 @jit
 def cap_scores(scores: Pointer, count: int, soft_cap: Any) -> None:
-    """scores ← cap · tanh(scores / cap), with tanh(y) = 1 − 2 / (exp(2y) + 1)."""
-    twice = TWO / soft_cap
+    """scores ← cap · tanh(scores / cap)."""
     for i in range(count):
-        scores[i] = soft_cap * (ONE - TWO / (exp(scores[i] * twice) + ONE))
+        scores[i] = soft_cap * tanh(scores[i] / soft_cap)
 
 
 @jit

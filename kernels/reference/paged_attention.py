@@ -8,7 +8,7 @@ For query row i of a sequence with query length q and context length c, at posit
 
 query         [num_tokens, num_query_heads, head_dim]; the sequences' rows one after the other
 *_cache       [num_blocks, num_kv_heads, block_size, head_dim]: strided views of one layer of the pool;
-              block_size is a multiple of 8, head_dim of 16
+              block_size is a multiple of 8, head_dim of 16; what sequences stored is finite
 block_tables  int32 [num_seqs, max_blocks]: logical block → block_id; entries past the context are never read
 query_start   int32 [num_seqs + 1]: sequence s has rows query_start[s] : query_start[s + 1], perhaps none
 context_lens  int32 [num_seqs]: tokens in the cache, this step's included (0 only without query rows)

@@ -1,10 +1,10 @@
-"""exp of the CPU kernels against numpy's in double precision."""
+"""exp and tanh of the CPU kernels against numpy's in double precision."""
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kernels.cpu.exponential import HIGHEST, LOWEST, exp
+from kernels.cpu.exponential import HIGHEST, LOWEST, exp, tanh
 from kernels.cpu.jit import jit
 
 
@@ -33,3 +33,17 @@ def test_the_ends() -> None:
     assert got[:3].tolist() == [1, 0, 0]
     assert np.allclose(got[3:5], largest, rtol=1e-6)
     assert np.isnan(got[5])
+
+
+def fill_tanh(x: NDArray[np.float32], result: NDArray[np.float32]) -> None:
+    for index in range(len(x)):
+        result[index] = tanh(x[index])
+
+
+@pytest.mark.parametrize("end", [1e-20, 1e-3, 0.3, 5.0, 200.0])
+def test_tanh_is_as_exact_near_zero_as_elsewhere(end: float) -> None:
+    x = np.linspace(-end, end, 100_000).astype(np.float32)  # an even number: without 0
+    result = np.empty_like(x)
+    jit(fill_tanh, cache=False)(x, result)
+    expected = np.tanh(x.astype(np.float64))
+    assert np.abs(result / expected - 1).max() < 5e-7

@@ -87,6 +87,7 @@ def test_cpu_head_counts(cpu: Ops, reference: Ops, query_heads: int, kv_heads: i
         {"sliding_window": 70},
         {"soft_cap": 2.0},
         {"sliding_window": 300, "soft_cap": 30.0},
+        {"soft_cap": 1e5},
     ],
     ids=str,
 )

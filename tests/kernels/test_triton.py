@@ -24,6 +24,7 @@ CASES = [
     (Shape(), torch.float16, {}),
     (Shape(), torch.float32, {"sliding_window": 20}),
     (Shape(4, 4, 80, 8), torch.float32, {"soft_cap": 3.0}),
+    (Shape(), torch.float32, {"soft_cap": 1e5}),
     (Shape(14, 2, 96, 32), torch.float32, {"sliding_window": 1}),
     (Shape(8, 2, 128, 128), torch.float32, {}),
     (Shape(2, 1, 256, 64), torch.float32, {"sliding_window": 33, "soft_cap": 5.0}),
