@@ -1,6 +1,7 @@
 """Compile what a runner will use, before it says that it is ready: each op runs once on one token."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -47,4 +48,8 @@ def warm_up(
     yield "copy_blocks"
     ops.copy_blocks(pool, pairs)
     yield "paged_attention"
-    ops.paged_attention(query, key_cache, value_cache, table, starts, lengths, scale=1.0)
+    attention = partial(ops.paged_attention, scale=1.0)
+    attention(query, key_cache, value_cache, table, starts, lengths)
+    wide = table.expand(1, 64).contiguous()  # so long a context is split on GPUs
+    attention(query, key_cache, value_cache, wide, starts, lengths)
+    attention(query.repeat(2, 1, 1), key_cache, value_cache, table, 2 * starts, 2 * lengths)  # a prefill

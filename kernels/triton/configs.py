@@ -29,7 +29,7 @@ CONFIGS: dict[tuple[int, str, int], Config] = {
     (8, "decode", 256): Config(16, 32, 4, 3, "half the tile: as many bytes as 64 keys of 128"),
     (8, "prefill", 64): Config(128, 64, 8, 2, "8 warps of 16 rows: each tile of K and V serves 128 rows"),
     (8, "prefill", 96): Config(128, 64, 8, 2, "as for 128, which it is padded to"),
-    (8, "prefill", 128): Config(128, 64, 8, 2, "64 KiB: two programs per SM, one computes, one loads"),
+    (8, "prefill", 128): Config(128, 64, 8, 2, "as for 64; registers allow one program per SM"),
     (8, "prefill", 256): Config(64, 32, 8, 2, "sums of 64 × 256 in 8 warps leave registers for the scores"),
     (9, "decode", 64): Config(16, 64, 4, 5, "bound by memory: two tiles in flight per program"),
     (9, "decode", 96): Config(16, 32, 4, 5, "masked columns take registers: half the tile"),
@@ -37,7 +37,9 @@ CONFIGS: dict[tuple[int, str, int], Config] = {
     (9, "decode", 256): Config(16, 32, 4, 5, "half the tile: as many bytes as 64 keys of 128"),
     (9, "prefill", 64): Config(128, 64, 8, 3, "two warpgroups of 64 rows for wgmma"),
     (9, "prefill", 96): Config(128, 64, 8, 3, "as for 128, which it is padded to"),
-    (9, "prefill", 128): Config(128, 64, 8, 3, "two warpgroups for wgmma; 96 KiB: two programs per SM"),
+    (9, "prefill", 128): Config(
+        128, 64, 8, 3, "two warpgroups for wgmma; registers allow one program per SM"
+    ),
     (9, "prefill", 256): Config(128, 32, 8, 2, "two warpgroups; a tile of 64 would leave 8 registers"),
     (10, "decode", 64): Config(16, 64, 4, 5, "bound by memory, as on Hopper"),
     (10, "decode", 96): Config(16, 32, 4, 5, "masked columns take registers: half the tile"),
@@ -48,14 +50,17 @@ CONFIGS: dict[tuple[int, str, int], Config] = {
     (10, "prefill", 128): Config(128, 64, 8, 2, "128 rows fill tcgen05; sums live in tensor memory"),
     (10, "prefill", 256): Config(128, 32, 8, 2, "128 rows fill tcgen05; half the tile for the wider head"),
 }
+AMPERE, CONSUMER_BLACKWELL = 8, 12  # the latter has neither wgmma nor tensor memory, and 99 KiB per program
 HEAD_SIZES = (64, 96, 128, 256)
 
 
 def config_for(major: int, phase: str, head_dim: int) -> Config:
-    """The configuration for a GPU's major capability; newer ones than the table use its newest.
+    """The configuration for a GPU's major capability; data centre GPUs newer than the table use its newest.
 
     Raises ValueError for a head size above the table's.
     """
+    if major >= CONSUMER_BLACKWELL:
+        major = AMPERE
     majors = sorted({key[0] for key in CONFIGS})
     known = max((each for each in majors if each <= major), default=majors[0])
     size = next((each for each in HEAD_SIZES if head_dim <= each), None)

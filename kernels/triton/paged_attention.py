@@ -18,6 +18,7 @@ from kernels.triton.configs import Config, capability, config_for
 
 MAX_SPLITS = 32
 WAVES = 2  # programs per multiprocessor that splitting aims at
+PARTIAL_EXTRA = 4  # floats behind a row's sums: its maximum, its sum of weights, two that align the next row
 VARYING = ["num_seqs", "num_tokens", "splits", "table_row"]
 """Arguments that differ from step to step: compiled for once, not anew where one is 1 or a multiple of 16."""
 
@@ -51,9 +52,10 @@ def paged_attention(
     num_tiles = num_tokens // (rows // padded_group) + num_seqs
     splits = 1
     if decode:
-        keys = sliding_window or block_tables.shape[1] * block_size
+        width = block_tables.shape[1] * block_size
+        keys = min(sliding_window, width) if sliding_window else width
         splits = count_splits(num_seqs * num_kv_heads, keys // config.tile, processors)
-    partial_shape = (splits, num_tokens, num_heads, head_dim + 2)
+    partial_shape = (splits, num_tokens, num_heads, head_dim + PARTIAL_EXTRA)
     partial = out if splits == 1 else torch.empty(partial_shape, dtype=torch.float32, device=query.device)
     attention_kernel[(num_tiles, num_kv_heads, splits)](
         query,
@@ -67,8 +69,8 @@ def paged_attention(
         num_seqs,
         num_tokens,
         splits,
-        scale,
-        soft_cap,
+        float(scale),
+        float(soft_cap),
         *query.stride()[:2],
         *out.stride()[:2],
         *key_cache.stride()[:3],
@@ -79,20 +81,27 @@ def paged_attention(
         num_stages=config.num_stages,
     )
     if splits > 1:
-        merge_kernel[(num_seqs, num_heads)](
-            partial,
-            out,
-            query_start,
-            num_tokens,
-            splits,
-            *out.stride()[:2],
-            HEADS=num_heads,
-            DIM=head_dim,
-            PADDED_DIM=triton.next_power_of_2(head_dim),
-            MOST_SPLITS=MAX_SPLITS,
-            num_warps=4,
-        )
+        merge(partial, out, query_start, splits)
     return out
+
+
+def merge(partial: Tensor, out: Tensor, query_start: Tensor, splits: int) -> None:
+    """Write the merged result of the splits to `out`."""
+    num_tokens, num_heads, head_dim = out.shape
+    merge_kernel[(query_start.shape[0] - 1, num_heads)](
+        partial,
+        out,
+        query_start,
+        num_tokens,
+        splits,
+        *out.stride()[:2],
+        HEADS=num_heads,
+        DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        MOST_SPLITS=MAX_SPLITS,
+        EXTRA=PARTIAL_EXTRA,
+        num_warps=4,
+    )
 
 
 def constants(
@@ -118,6 +127,7 @@ def constants(
         "WINDOW": sliding_window,
         "CAPPED": soft_cap > 0,
         "SPLIT": is_split,
+        "EXTRA": PARTIAL_EXTRA,
     }
 
 
@@ -147,11 +157,11 @@ def attention_kernel(
     key_block, key_head, key_slot, value_block, value_head, value_slot, table_row,
     GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
     """Grid (query tiles, KV heads, splits)."""
     TOKENS: tl.constexpr = ROWS // PADDED_GROUP
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last rows see most keys: they start first
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     sequence = find_sequence(query_start, num_seqs, tile, TOKENS)
@@ -191,7 +201,7 @@ def attention_kernel(
     written = used[:, None] & in_head[None, :]
     if SPLIT:
         place = (split * num_tokens + start + token).to(tl.int64) * HEADS + head
-        partial_rows = partial + place * (DIM + 2)
+        partial_rows = partial + place * (DIM + EXTRA)
         tl.store(partial_rows[:, None] + dim[None, :], sums, mask=written)
         tl.store(partial_rows + DIM, best, mask=used)
         tl.store(partial_rows + DIM + 1, total, mask=used)
@@ -263,6 +273,7 @@ def merge_kernel(
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
+    EXTRA: tl.constexpr,
 ):
     """Grid (sequences, heads): out = Σ f · sums / Σ f · total over splits, f = exp2(best − maximum)."""
     sequence = tl.program_id(0)
@@ -275,7 +286,7 @@ def merge_kernel(
     for index in range(tl.load(query_start + sequence + 1) - start):
         token = start + index
         place = (split * num_tokens + token).to(tl.int64) * HEADS + head
-        rows = partial + place * (DIM + 2)
+        rows = partial + place * (DIM + EXTRA)
         best = tl.load(rows + DIM, mask=made, other=float("-inf"))
         factor = tl.exp2(best - tl.max(best, 0))
         total = tl.sum(tl.load(rows + DIM + 1, mask=made, other=0.0) * factor, 0)

@@ -17,7 +17,7 @@ from kernels.backends import Ops, load
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
-PARITY_BOUND = 1e-2  # relative norm, bfloat16
+PARITY_BOUND = 1e-2  # relative norm of a row, bfloat16
 COLD = 256 << 20  # bytes of keys and values that no GPU's cache holds
 
 
@@ -77,17 +77,19 @@ def make_inputs(queries: list[int], contexts: list[int], device: torch.device) -
 def check_parity(ops: Ops, reference: Ops, device: torch.device) -> bool:
     """A decode, a mixed batch and a captured decode against the reference; prints one line each."""
     cases = {
-        "decode": ([1] * 8, [1, 15, 16, 17, 255, 1000, 4096, 9000]),
+        "split decode": ([1] * 8, [1, 15, 16, 17, 255, 1000, 4096, 9000]),
+        "decode": ([1] * 300, [*range(1, 300), 5000]),
         "mixed": ([5, 0, 1, 300, 64], [5, 31, 4000, 1300, 64]),
     }
     fine = True
     for name, (queries, contexts) in cases.items():
         inputs = make_inputs(queries, contexts, device)
-        expected = reference.paged_attention(*inputs, scale=SCALE).float()
-        got = ops.paged_attention(*inputs, scale=SCALE).float()
-        error = float((got - expected).norm() / expected.norm())
+        expected = reference.paged_attention(*inputs, scale=SCALE).float().flatten(1)
+        got = ops.paged_attention(*inputs, scale=SCALE).float().flatten(1)
+        # Row by row: rows that see few keys are large, and would hide what is wrong with long ones.
+        error = float(((got - expected).norm(dim=1) / expected.norm(dim=1)).max())
         fine &= error < PARITY_BOUND
-        print(f"parity {name}: relative error {error:.1e} (bound {PARITY_BOUND:.0e})")
+        print(f"parity {name}: relative error {error:.1e} at most (bound {PARITY_BOUND:.0e})", flush=True)
     return fine & check_capture(ops, device)
 
 
@@ -150,7 +152,8 @@ def report_decode(ops: Ops, options: argparse.Namespace, device: torch.device) -
             taken = seconds_of_attention(ops, [1] * batch, [context] * batch, device, options.repeats)
             rate = batch * context * 2 * KV_HEADS * HEAD_DIM * 2 / taken
             print(
-                f"decode {batch} × {context}: {rate / 1e9:.0f} GB/s, {rate / peak:.2f} of copy (0.80 wanted)"
+                f"decode {batch} × {context}: {rate / 1e9:.0f} GB/s, {rate / peak:.2f} of copy (0.80 wanted)",
+                flush=True,
             )
 
 
@@ -161,7 +164,8 @@ def report_prefill(ops: Ops, options: argparse.Namespace, device: torch.device) 
     for length in options.prompts:
         taken = seconds_of_attention(ops, [length], [length], device, options.repeats)
         rate = 4 * QUERY_HEADS * HEAD_DIM * length * (length + 1) / 2 / taken
-        print(f"prefill {length:6}: {rate / 1e12:.0f} TFLOP/s, {rate / peak:.2f} of product (0.50 wanted)")
+        line = f"prefill {length}: {rate / 1e12:.0f} TFLOP/s, {rate / peak:.2f} of product (0.50 wanted)"
+        print(line, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -105,6 +105,7 @@ def attention(
         "WINDOW": window,
         "CAPPED": capped,
         "SPLIT": phase == "decode",
+        "EXTRA": paged_attention.PARTIAL_EXTRA,
     }
     options = " window, cap" if capped else ""
     name = f"attention {phase} {heads}x{kv_heads}x{head_dim}{options}"
@@ -118,7 +119,8 @@ def launches(capability: int) -> Iterator[Launch]:
             yield attention(capability, phase, head_dim, heads, kv_heads)
     for phase in ("decode", "prefill"):
         yield attention(capability, phase, 256, 8, 4, 4096, True)
-    merge = {"HEADS": 32, "DIM": 128, "PADDED_DIM": 128, "MOST_SPLITS": paged_attention.MAX_SPLITS}
+    splits = {"MOST_SPLITS": paged_attention.MAX_SPLITS, "EXTRA": paged_attention.PARTIAL_EXTRA}
+    merge = {"HEADS": 32, "DIM": 128, "PADDED_DIM": 128, **splits}
     yield Launch("merge", paged_attention.merge_kernel, merge, 4)
     half = {"HALF": 64, "PADDED_HALF": 64}
     stored = {"BLOCK_SIZE": BLOCK_SIZE, "QUERY_HEADS": 32, **half}

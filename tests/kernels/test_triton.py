@@ -65,6 +65,14 @@ def test_a_long_decode_is_split_and_merged(interpreted: Ops, reference: Ops) -> 
     assert relative_error(got, reference.paged_attention(*batch.arguments, scale=0.125)) < 5e-6
 
 
+def test_gpus_that_are_not_in_the_table_take_the_nearest_kind() -> None:
+    """11 as data centre Blackwell (10); 12 is consumer Blackwell, which is shaped as Ampere (8); 7 too."""
+    from kernels.triton.configs import config_for
+
+    for major, known in ((7, 8), (9, 9), (11, 10), (12, 8), (13, 8)):
+        assert config_for(major, "prefill", 256) is config_for(known, "prefill", 256)
+
+
 COMPILED_ATTENTION = 10  # launches of the attention kernel per GPU
 
 
